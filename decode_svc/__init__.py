@@ -1,0 +1,1 @@
+"""Decode workers turn KV caches into tokens; memory-bound, they decide TPOT."""

@@ -1,0 +1,67 @@
+"""Settings of a decode worker."""
+
+from dataclasses import dataclass
+
+from svckit.service_config import MAX_PORT, WorkerConfig
+from svckit.setting import option, parse_nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig(WorkerConfig):
+    """What a decode worker needs beside the shared settings."""
+
+    listen_port: int = option(
+        "Port on which the router asks for tokens; 0 takes a free one.",
+        default=7402,
+        minimum=0,
+        maximum=MAX_PORT,
+    )
+    admin_port: int = option(
+        "Port of /metrics, /healthz and /readyz on 127.0.0.1; 0 takes a free one.",
+        default=7412,
+        minimum=0,
+        maximum=MAX_PORT,
+    )
+    kv_pool_nbytes: int = option(
+        "Memory for the KV of all running sequences, such as 1GiB.",
+        default=1 << 30,
+        minimum=1,
+        parse=parse_nbytes,
+    )
+    block_size: int = option("Tokens in a KV block.", default=16, minimum=1, maximum=1024)
+    max_model_len: int = option(
+        "Longest sequence in tokens; 0 takes the model's own limit.", default=0, minimum=0
+    )
+    max_num_seqs: int = option(
+        "Most sequences that decode together.", default=32, minimum=1, maximum=4096
+    )
+    max_sequences: int = option(
+        "Most sequences in the worker, waiting and running; more are refused.",
+        default=256,
+        minimum=1,
+        maximum=1 << 16,
+    )
+    local_prefill_tokens: int = option(
+        "Prompts of at most this many tokens are prefilled here, without a handoff.",
+        default=16,
+        minimum=1,
+        maximum=1 << 20,
+    )
+    connect_timeout_s: float = option(
+        "How long connecting to a prefill worker may take.",
+        default=5.0,
+        minimum=0.1,
+        maximum=300.0,
+    )
+    stall_timeout_s: float = option(
+        "How long a started handoff may go without a byte before it is aborted.",
+        default=30.0,
+        minimum=0.1,
+        maximum=3600.0,
+    )
+    abort_timeout_s: float = option(
+        "How long a prefill worker may take to confirm an abort before its connection is cut.",
+        default=5.0,
+        minimum=0.1,
+        maximum=300.0,
+    )

@@ -1,0 +1,83 @@
+"""One connection of a router: sequences come in, tokens go out."""
+
+import asyncio
+import contextlib
+
+import structlog
+
+from decode_svc.decoder import Decoder
+from decode_svc.errors import SequenceRefused
+from decode_svc.metrics import DecodeMetrics
+from decode_svc.outbox import Outbox
+from kvproto.errors import ConnectionLost, ErrorCode
+from kvproto.messages import Abort, AbortAck, Error, Finished, Generate, Message
+from kvproto.tcp import Peer
+
+
+class DecodeServer:
+    """Serves routers; ``handle`` is the handler that ``kvproto.tcp.serve`` calls."""
+
+    def __init__(self, decoder: Decoder, metrics: DecodeMetrics) -> None:
+        self._decoder = decoder
+        self._metrics = metrics
+        self._outboxes: set[Outbox] = set()
+        self._log = structlog.get_logger("decode.server")
+
+    async def handle(self, peer: Peer) -> None:
+        """Serve ``peer`` until the connection ends; its sequences end with it."""
+        outbox = Outbox(peer)
+        self._outboxes.add(outbox)
+        self._log.info("router connected", peer=peer.name)
+        sending = asyncio.create_task(outbox.run(), name=f"send {peer.name}")
+        try:
+            async for message in peer:
+                self._on_message(outbox, message)
+        except ConnectionLost as exc:
+            self._log.warning("router lost", peer=peer.name, reason=exc.reason)
+        finally:
+            self._decoder.drop_owner(outbox)
+            self._outboxes.discard(outbox)
+            peer.abort("the handler has ended")
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+
+    async def flush(self) -> None:
+        """Return when everything said so far has left the process."""
+        for outbox in list(self._outboxes):
+            await outbox.flush()
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """For the health answer."""
+        return {outbox.peer.name: outbox.stats() for outbox in self._outboxes}
+
+    def _on_message(self, outbox: Outbox, message: Message) -> None:
+        match message:
+            case Generate():
+                self._on_generate(outbox, message)
+            case Abort():
+                self._decoder.cancel(message.sequence_id)
+                # Known or not, the router hears FINISHED (if known) and that nothing follows it.
+                outbox.put(AbortAck(message.sequence_id, message.generation))
+            case _:
+                text = f"a decode worker does not take {type(message).__name__} from a router"
+                outbox.put(Error(code=ErrorCode.UNEXPECTED_MESSAGE, message=text))
+
+    def _on_generate(self, outbox: Outbox, message: Generate) -> None:
+        try:
+            _check_sender(outbox.peer, message)
+            self._decoder.submit(message, outbox)
+        except SequenceRefused as exc:
+            self._metrics.refusals.labels(code=exc.code.name.lower()).inc()
+            self._log.info("sequence refused", sequence_id=message.sequence_id, reason=str(exc))
+            outbox.put(
+                Finished(message.sequence_id, reason="error", code=exc.code, message=str(exc))
+            )
+
+
+def _check_sender(peer: Peer, message: Generate) -> None:
+    if message.prefill_workers and peer.remote.role != "router":
+        # Addresses come from the router's registry, never from a client.
+        raise SequenceRefused(
+            ErrorCode.MALFORMED, "prefill_workers: only a router may name prefill workers"
+        )

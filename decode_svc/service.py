@@ -1,0 +1,146 @@
+"""The decode worker as a process: what starts, in which order, and what stops."""
+
+import asyncio
+
+import structlog
+
+from decode_svc.config import DecodeConfig
+from decode_svc.decoder import Decoder
+from decode_svc.handoff import Fetcher
+from decode_svc.metrics import DecodeMetrics
+from decode_svc.prefill_peers import PrefillPeers
+from decode_svc.server import DecodeServer
+from kvengine.engine import Engine
+from kvengine.errors import EngineError
+from kvproto.announce import announce
+from kvproto.blocks import BlockPool
+from kvproto.errors import LocalProtocolError
+from kvproto.handshake import Identity
+from kvproto.lease import LeaseTable
+from kvproto.messages import Register
+from kvproto.tcp import Server
+from kvproto.tcp import serve as serve_tcp
+from svckit.admin import AdminServer
+from svckit.errors import ServiceError
+from svckit.lifecycle import Lifecycle, Step
+
+
+async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
+    """Load the model, serve until a drain is asked for, finish what was taken on, stop.
+
+    Raises ServiceError, checked in this order: model, listening port, admin port.
+    """
+    engine = await asyncio.to_thread(_load_engine, config)
+    metrics = DecodeMetrics()
+    identity = Identity(
+        role="decode",
+        instance_id=config.instance_id,
+        facts=engine.facts.facts(),
+        secret=config.secret,
+    )
+    blocks = BlockPool(engine.num_blocks)
+    leases = LeaseTable(engine.kv_pool.layout, engine.kv_pool.region, blocks)
+    peers = PrefillPeers(identity, leases, connect_timeout_s=config.connect_timeout_s)
+    fetcher = Fetcher(
+        peers,
+        leases,
+        blocks,
+        engine.kv_pool.layout,
+        engine.kv_pool.region,
+        metrics,
+        stall_timeout_s=config.stall_timeout_s,
+        abort_timeout_s=config.abort_timeout_s,
+    )
+    decoder = Decoder(engine, blocks, fetcher, config, metrics)
+    server = DecodeServer(decoder, metrics)
+    listener = await _listen(config, identity, server)
+    admin = AdminServer(
+        "127.0.0.1",
+        config.admin_port,
+        metrics.registry,
+        lifecycle,
+        lambda: {
+            **decoder.stats(),
+            "leases": leases.stats(),
+            "routers": server.stats(),
+            "prefill_workers": peers.stats(),
+        },
+    )
+    registration = Register(
+        role="decode",
+        instance_id=config.instance_id,
+        host=config.advertise_host or config.listen_host,
+        port=listener.port,
+        model=engine.facts.name,
+        facts=engine.facts.facts(),
+        max_model_len=engine.facts.max_model_len,
+        num_blocks=engine.num_blocks,
+        block_size=config.block_size,
+    )
+    stop = asyncio.Event()
+    try:
+        await admin.start()
+        async with asyncio.TaskGroup() as tasks:
+            connecting = tasks.create_task(peers.run(), name="prefill-peers")
+            decoding = tasks.create_task(decoder.run(), name="decode-loop")
+            announcing = tasks.create_task(
+                announce(
+                    config.router_host,
+                    config.router_port,
+                    identity=identity,
+                    registration=registration,
+                    load=decoder.load,
+                    stop=stop,
+                    on_state=_log_registration,
+                ),
+                name="announce",
+            )
+            lifecycle.advance(Step.READY)
+            await lifecycle.wait_draining()
+            decoder.is_draining = True
+            async with asyncio.timeout(config.drain_timeout_s):
+                await decoder.wait_idle()
+                await server.flush()
+            stop.set()
+            await announcing
+            decoding.cancel()
+            connecting.cancel()
+    except* TimeoutError as group:
+        raise ServiceError(
+            f"Sequences were still in work after drain_timeout_s ({config.drain_timeout_s} s); "
+            "they were aborted."
+        ) from group
+    finally:
+        await listener.close()
+        await admin.close()
+
+
+def _load_engine(config: DecodeConfig) -> Engine:
+    try:
+        engine = Engine.load(
+            config.model,
+            num_threads=config.threads,
+            kv_pool_nbytes=config.kv_pool_nbytes,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len or None,
+        )
+        engine.warm_up()
+    except EngineError as exc:
+        raise ServiceError(str(exc)) from exc
+    return engine
+
+
+async def _listen(config: DecodeConfig, identity: Identity, server: DecodeServer) -> Server:
+    try:
+        return await serve_tcp(
+            config.listen_host, config.listen_port, identity=identity, handler=server.handle
+        )
+    except LocalProtocolError as exc:
+        raise ServiceError(str(exc)) from exc
+
+
+def _log_registration(is_registered: bool, text: str) -> None:
+    log = structlog.get_logger("decode")
+    (log.info if is_registered else log.warning)(
+        "registration", is_registered=is_registered, detail=text
+    )

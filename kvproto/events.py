@@ -1,0 +1,39 @@
+"""What a connection tells its driver."""
+
+from dataclasses import dataclass
+
+from kvproto.errors import KvProtoError, LeaseError
+from kvproto.messages import Hello, Message, Write
+
+
+@dataclass(frozen=True, slots=True)
+class HandshakeDone:
+    """Both sides have checked each other; messages may be sent from now on."""
+
+    remote: Hello
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """A message. For a Write: its body is already in the landing's memory."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRefused:
+    """A WRITE had no permission; it was drained and the sender was told."""
+
+    write: Write
+    error: LeaseError
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The connection is over: always the last event. ``error`` says why."""
+
+    error: KvProtoError
+
+
+Event = HandshakeDone | MessageReceived | WriteRefused | Ended

@@ -1,0 +1,1 @@
+"""Prefill workers turn prompts into KV caches; arithmetic-bound, they decide TTFT."""

@@ -1,0 +1,155 @@
+"""Sending one decode worker the KV of its prompts, layer by layer, while others are computed.
+
+One ``Pusher`` for each connection: a bounded queue in, one task that empties it in order. Because
+the order is kept, COMMIT follows the last write of its prompt and ABORT_ACK promises truly that
+no more writes will come.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvproto.carrier import KvWriter
+from kvproto.errors import ConnectionLost, DeadlineExceeded
+from kvproto.messages import Abort, AbortAck, Commit, Started
+from kvproto.tcp import Peer
+from prefill_svc.job import Job, JobEvent, JobState
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWrite:
+    """K and V of ``num_tokens`` tokens of one layer; ``buffers`` are views of the KV pool."""
+
+    job: Job
+    layer: int
+    first_token: int
+    num_tokens: int
+    buffers: tuple[memoryview, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The prompt's first step begins: tell the decode worker, whose deadline starts here."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """All layers of all tokens were queued: commit."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """No more writes of this prompt: say so once the ones before have left."""
+
+    job: Job
+
+
+class Pusher:
+    """The sending side of one connection to a decode worker.
+
+    Every queued item holds its job's blocks (``Job.hold``) until it was handled, so that no block
+    is reused while the connection may still read it.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        writer: KvWriter,
+        *,
+        max_items: int,
+        stall_items: int,
+        on_drained: Callable[[], None],
+    ) -> None:
+        self.peer = peer
+        self._writer = writer
+        self._queue: asyncio.Queue[LayerWrite | Begin | Finish | GiveUp] = asyncio.Queue(max_items)
+        self._stall_items = stall_items
+        self._on_drained = on_drained
+
+    @property
+    def is_stalled(self) -> bool:
+        """True while the decode worker reads more slowly than this worker computes."""
+        return self._queue.qsize() > self._stall_items
+
+    def stats(self) -> dict[str, int]:
+        """Items that wait, and the bound."""
+        return {"num_items": self._queue.qsize(), "max_items": self._queue.maxsize}
+
+    def put_nowait(self, item: LayerWrite | Begin | Finish | GiveUp) -> None:
+        """Queue ``item``; asyncio.QueueFull cannot happen while stalled prompts are not run."""
+        item.job.hold()
+        try:
+            self._queue.put_nowait(item)
+        except asyncio.QueueFull:
+            item.job.drop()
+            raise
+
+    async def run(self) -> None:
+        """Handle items until the connection is lost or the task is cancelled."""
+        while True:
+            item = await self._queue.get()
+            try:
+                await self._handle(item)
+            except (ConnectionLost, DeadlineExceeded):
+                return  # the handler of this connection sees the end too, and cleans up
+            finally:
+                item.job.drop()
+                if self._queue.qsize() == self._stall_items:
+                    self._on_drained()
+
+    def discard(self) -> None:
+        """Drop what is queued; only after the connection has ended."""
+        while not self._queue.empty():
+            self._queue.get_nowait().job.drop()
+
+    async def _handle(self, item: LayerWrite | Begin | Finish | GiveUp) -> None:
+        job = item.job
+        if isinstance(item, GiveUp):
+            await self._give_up(job)
+        elif job.state in (JobState.ABORTED, JobState.DONE):
+            return
+        elif isinstance(item, LayerWrite):
+            await self._write(item)
+        elif isinstance(item, Begin):
+            await self.peer.send(
+                Started(*job.key, queue_s=job.started_at - job.arrived_at),
+            )
+        else:
+            await self._commit(job)
+
+    async def _write(self, item: LayerWrite) -> None:
+        job = item.job
+        if not job.first_write_at:
+            job.first_write_at = time.monotonic()
+        job.count(item.layer, item.buffers)
+        await self._writer.write(
+            *job.key, item.layer, item.first_token, item.num_tokens, item.buffers
+        )
+
+    async def _commit(self, job: Job) -> None:
+        await self._writer.flush()
+        job.advance(JobEvent.COMMIT_SENT)
+        await self.peer.send(
+            Commit(
+                *job.key,
+                num_tokens=job.num_tokens,
+                nbytes=job.nbytes,
+                digests=job.digests.values(),
+                queue_s=job.started_at - job.arrived_at,
+                prefill_s=job.computed_at - job.started_at,
+                handoff_s=time.monotonic() - job.first_write_at,
+            )
+        )
+
+    async def _give_up(self, job: Job) -> None:
+        # Only when the connection has let go of the memory may ABORT_ACK promise anything.
+        await self._writer.flush()
+        await self.peer.flushed()
+        if not job.is_cancelled_by_peer:
+            await self.peer.send(Abort(*job.key, code=job.give_up_code, message=job.give_up_reason))
+        await self.peer.send(AbortAck(*job.key))

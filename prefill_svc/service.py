@@ -1,0 +1,123 @@
+"""The prefill worker as a process: what starts, in which order, and what stops."""
+
+import asyncio
+
+import structlog
+
+from kvengine.engine import Engine
+from kvengine.errors import EngineError
+from kvproto.announce import announce
+from kvproto.errors import LocalProtocolError
+from kvproto.handshake import Identity
+from kvproto.messages import Register
+from kvproto.tcp import Server
+from kvproto.tcp import serve as serve_tcp
+from prefill_svc.config import PrefillConfig
+from prefill_svc.metrics import PrefillMetrics
+from prefill_svc.prefiller import Prefiller
+from prefill_svc.server import PrefillServer
+from svckit.admin import AdminServer
+from svckit.errors import ServiceError
+from svckit.lifecycle import Lifecycle, Step
+
+
+async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
+    """Load the model, serve until a drain is asked for, finish what was taken on, stop.
+
+    Raises ServiceError, checked in this order: model, listening port, admin port.
+    """
+    engine = await asyncio.to_thread(_load_engine, config)
+    metrics = PrefillMetrics()
+    prefiller = Prefiller(engine, config, metrics)
+    server = PrefillServer(
+        prefiller,
+        metrics,
+        geometry=engine.facts.geometry,
+        max_prompts=config.max_prompts,
+        max_step_prompts=config.max_step_prompts,
+    )
+    identity = Identity(
+        role="prefill",
+        instance_id=config.instance_id,
+        facts=engine.facts.facts(),
+        secret=config.secret,
+    )
+    listener = await _listen(config, identity, server)
+    admin = AdminServer(
+        "127.0.0.1", config.admin_port, metrics.registry, lifecycle, lambda: {**prefiller.stats()}
+    )
+    registration = Register(
+        role="prefill",
+        instance_id=config.instance_id,
+        host=config.advertise_host or config.listen_host,
+        port=listener.port,
+        model=engine.facts.name,
+        facts=engine.facts.facts(),
+        max_model_len=engine.facts.max_model_len,
+        num_blocks=engine.num_blocks,
+        block_size=config.block_size,
+    )
+    stop = asyncio.Event()
+    try:
+        await admin.start()
+        async with asyncio.TaskGroup() as tasks:
+            computing = tasks.create_task(prefiller.run(), name="prefill-loop")
+            announcing = tasks.create_task(
+                announce(
+                    config.router_host,
+                    config.router_port,
+                    identity=identity,
+                    registration=registration,
+                    load=prefiller.load,
+                    stop=stop,
+                    on_state=_log_registration,
+                ),
+                name="announce",
+            )
+            lifecycle.advance(Step.READY)
+            await lifecycle.wait_draining()
+            prefiller.is_draining = True
+            async with asyncio.timeout(config.drain_timeout_s):
+                await prefiller.wait_idle()
+            stop.set()
+            await announcing
+            computing.cancel()
+    except* TimeoutError as group:
+        raise ServiceError(
+            f"Prompts were still in work after drain_timeout_s ({config.drain_timeout_s} s); "
+            "they were aborted."
+        ) from group
+    finally:
+        await listener.close()
+        await admin.close()
+
+
+def _load_engine(config: PrefillConfig) -> Engine:
+    try:
+        engine = Engine.load(
+            config.model,
+            num_threads=config.threads,
+            kv_pool_nbytes=config.kv_pool_nbytes,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len or None,
+        )
+        engine.warm_up()
+    except EngineError as exc:
+        raise ServiceError(str(exc)) from exc
+    return engine
+
+
+async def _listen(config: PrefillConfig, identity: Identity, server: PrefillServer) -> Server:
+    try:
+        return await serve_tcp(
+            config.listen_host, config.listen_port, identity=identity, handler=server.handle
+        )
+    except LocalProtocolError as exc:
+        raise ServiceError(str(exc)) from exc
+
+
+def _log_registration(is_registered: bool, text: str) -> None:
+    log = structlog.get_logger("prefill")
+    (log.info if is_registered else log.warning)(
+        "registration", is_registered=is_registered, detail=text
+    )

@@ -1,0 +1,1 @@
+"""The process kit of the services: configuration, lifecycle, logging, metrics, admin port."""

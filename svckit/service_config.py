@@ -1,0 +1,69 @@
+"""The settings that all services share, to be inherited and given other defaults."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from svckit.setting import option, parse_cpu_list
+
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceConfig:
+    """What every service needs to listen, log, pin itself and stop."""
+
+    listen_host: str = option("Address to listen on for kvproto.", default="127.0.0.1")
+    listen_port: int = option(
+        "Port to listen on for kvproto; 0 takes a free one.", minimum=0, maximum=MAX_PORT
+    )
+    admin_port: int = option(
+        "Port of /metrics, /healthz and /readyz on 127.0.0.1; 0 takes a free one.",
+        minimum=0,
+        maximum=MAX_PORT,
+    )
+    model: Path = option("Folder of the model: config.json, tokenizer and weights.")
+    threads: int = option(
+        "Compute threads; 0 means one for each usable CPU.", default=0, minimum=0, maximum=1024
+    )
+    cpus: tuple[int, ...] = option(
+        "CPUs to run on, such as 0 or 0,2 or 0-3; empty means all that are allowed.",
+        default=(),
+        parse=parse_cpu_list,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "Least level that is logged.", default="info"
+    )
+    log_format: Literal["auto", "console", "json"] = option(
+        "auto is console on a terminal and json elsewhere.", default="auto"
+    )
+    instance_id: str = option("Name of this process; made up at start if empty.", default="")
+    drain_timeout_s: float = option(
+        "How long running requests may take to finish after SIGTERM.",
+        default=30.0,
+        minimum=0.0,
+        maximum=3600.0,
+    )
+    secret_file: Path | None = option(
+        "File with the shared secret, mode 0600; or set PD_SECRET.", default=None
+    )
+    parent_fd: int = option(
+        "Open pipe whose end of file means that the supervisor is gone.",
+        default=-1,
+        minimum=-1,
+        is_hidden=True,
+    )
+    secret: bytes | None = field(default=None, repr=False, metadata={"secret": True})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig(ServiceConfig):
+    """A worker that registers at a router."""
+
+    advertise_host: str = option(
+        "Host under which other machines reach this worker; empty means listen_host.", default=""
+    )
+    router_host: str = option("Host of the router's control port.", default="127.0.0.1")
+    router_port: int = option(
+        "The router's control port.", default=7400, minimum=1, maximum=MAX_PORT
+    )

@@ -1,0 +1,167 @@
+"""A decode worker in this process, on real sockets, and a router's end of its connection."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_svc.config import DecodeConfig
+from decode_svc.decoder import Decoder
+from decode_svc.handoff import Fetcher
+from decode_svc.metrics import DecodeMetrics
+from decode_svc.prefill_peers import PrefillPeers
+from decode_svc.server import DecodeServer
+from kvengine.engine import Engine
+from kvproto.blocks import BlockPool
+from kvproto.handshake import Identity
+from kvproto.lease import LeaseTable
+from kvproto.messages import Accepted, Finished, Generate, Message, PrefillWorker, Tokens
+from kvproto.tcp import Peer, connect, serve
+from tests.decode_svc.fake_prefill import Behaviour, FakePrefill
+
+_WAIT_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def load_engine(tiny_model_dir: Callable[[str], Path]) -> Callable[..., Engine]:
+    """Engines on the tiny Llama."""
+
+    def load(kv_pool_nbytes: int = 8 << 20) -> Engine:
+        return Engine.load(tiny_model_dir("llama"), num_threads=1, kv_pool_nbytes=kv_pool_nbytes)
+
+    return load
+
+
+@dataclass
+class Outcome:
+    """What the router heard about one sequence."""
+
+    tokens: list[int]
+    finished: Finished
+
+
+@dataclass
+class Worker:
+    """A decode worker and the router's connection to it."""
+
+    decoder: Decoder
+    blocks: BlockPool
+    leases: LeaseTable
+    router: Peer
+    port: int
+
+    async def generate(
+        self, sequence_id: str, tokens: list[int], workers: list[PrefillWorker], **options: Any
+    ) -> None:
+        """Send GENERATE."""
+        await self.router.send(make_generate(sequence_id, tokens, workers, **options))
+
+    async def outcomes(self, num_sequences: int) -> dict[str, Outcome]:
+        """Collect until ``num_sequences`` sequences have finished."""
+        tokens: dict[str, list[int]] = {}
+        done: dict[str, Outcome] = {}
+        async with asyncio.timeout(_WAIT_S):
+            while len(done) < num_sequences:
+                message: Message = await self.router.receive()
+                if isinstance(message, Accepted):
+                    tokens[message.sequence_id] = []
+                elif isinstance(message, Tokens):
+                    heard = tokens[message.sequence_id]
+                    heard += message.tokens
+                elif isinstance(message, Finished):
+                    heard = tokens.get(message.sequence_id, [])
+                    done[message.sequence_id] = Outcome(heard, message)
+        return done
+
+    async def assert_nothing_is_left(self) -> None:
+        """Every block is free, every lease is gone."""
+        async with asyncio.timeout(_WAIT_S):
+            await self.decoder.wait_idle()
+        assert self.blocks.stats()["free"] == self.blocks.num_blocks
+        assert self.leases.stats() == {"num_leases": 0, "num_revoked": 0, "num_writing": 0}
+
+
+def make_generate(
+    sequence_id: str, tokens: list[int], workers: list[PrefillWorker], **options: Any
+) -> Generate:
+    """A greedy GENERATE of eight tokens, unless ``options`` say otherwise."""
+    defaults: dict[str, Any] = {
+        "num_prompt_tokens": len(tokens),
+        "max_output_tokens": 8,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": 1,
+        "stop_token_ids": [],
+        "ignore_eos": True,
+        "timeout_s": 15.0,
+    }
+    return Generate(sequence_id, tokens, prefill_workers=workers, **{**defaults, **options})
+
+
+@pytest.fixture
+def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
+    """Start a decode worker on an engine, with settings."""
+
+    @asynccontextmanager
+    async def start(engine: Engine, role: str = "router", **settings: Any) -> AsyncIterator[Worker]:
+        config = DecodeConfig(model=Path("tiny"), instance_id="decode-under-test", **settings)
+        facts = engine.facts.facts()
+        metrics = DecodeMetrics()
+        identity = Identity(role="decode", instance_id=config.instance_id, facts=facts)
+        blocks = BlockPool(engine.num_blocks)
+        layout, region = engine.kv_pool.layout, engine.kv_pool.region
+        leases = LeaseTable(layout, region, blocks)
+        peers = PrefillPeers(identity, leases, connect_timeout_s=config.connect_timeout_s)
+        fetcher = Fetcher(
+            peers,
+            leases,
+            blocks,
+            layout,
+            region,
+            metrics,
+            stall_timeout_s=config.stall_timeout_s,
+            abort_timeout_s=config.abort_timeout_s,
+        )
+        decoder = Decoder(engine, blocks, fetcher, config, metrics)
+        server = DecodeServer(decoder, metrics)
+        listener = await serve("127.0.0.1", 0, identity=identity, handler=server.handle)
+        async with asyncio.TaskGroup() as tasks:
+            loops = [tasks.create_task(peers.run()), tasks.create_task(decoder.run())]
+            router = await connect(
+                "127.0.0.1",
+                listener.port,
+                identity=Identity(role=role, instance_id="router-under-test"),
+                timeout_s=10,
+            )
+            try:
+                yield Worker(decoder, blocks, leases, router, listener.port)
+            finally:
+                router.abort("the test is over")
+                await listener.close()
+                for loop in loops:
+                    loop.cancel()
+
+    return start
+
+
+@pytest.fixture
+async def fake_worker(
+    load_engine: Callable[..., Engine],
+) -> AsyncIterator[Callable[..., Awaitable[FakePrefill]]]:
+    """Start fake prefill workers that end with the test."""
+    fakes: list[FakePrefill] = []
+
+    async def start(name: str, behaviour: Behaviour, **options: Any) -> FakePrefill:
+        fake = FakePrefill(name, load_engine(), behaviour, **options)
+        fakes.append(fake)
+        await fake.start()
+        return fake
+
+    yield start
+    for fake in fakes:
+        await fake.close()

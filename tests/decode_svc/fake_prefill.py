@@ -1,0 +1,135 @@
+"""A prefill worker that computes true KV and then behaves as badly as a test asks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from kvengine.engine import Engine
+from kvengine.span import Span
+from kvproto.digest import RegionDigests
+from kvproto.errors import ErrorCode
+from kvproto.handshake import Identity
+from kvproto.messages import (
+    Abort,
+    AbortAck,
+    Commit,
+    Message,
+    Prefill,
+    PrefillWorker,
+    Started,
+)
+from kvproto.tcp import Peer, Server, TcpWriter, serve
+
+Behaviour = Callable[["FakePrefill", Peer, Prefill], Awaitable[None]]
+
+
+@dataclass
+class FakePrefill:
+    """One fake worker; ``behaviour`` answers each PREFILL."""
+
+    name: str
+    engine: Engine
+    behaviour: Behaviour
+    acks_aborts: bool = True
+    seen: list[Message] = field(default_factory=list)
+    server: Server | None = None
+
+    @property
+    def address(self) -> PrefillWorker:
+        """What the router would name."""
+        assert self.server is not None, "not started"
+        return PrefillWorker(self.name, "127.0.0.1", self.server.port)
+
+    async def start(self) -> None:
+        """Listen."""
+        identity = Identity(role="prefill", instance_id=self.name, facts=self.engine.facts.facts())
+        self.server = await serve("127.0.0.1", 0, identity=identity, handler=self._handle)
+
+    async def close(self) -> None:
+        """Cut every connection and stop listening."""
+        if self.server is not None:
+            self.server.abort()
+            await self.server.wait_closed()
+
+    async def _handle(self, peer: Peer) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            async for message in peer:
+                self.seen.append(message)
+                if isinstance(message, Prefill):
+                    tasks.create_task(self.behaviour(self, peer, message))
+                elif isinstance(message, Abort) and self.acks_aborts:
+                    await peer.send(AbortAck(message.sequence_id, message.generation))
+
+    def count(self, kind: type[Message]) -> int:
+        """How many messages of a kind came."""
+        return sum(isinstance(message, kind) for message in self.seen)
+
+    async def push(self, peer: Peer, request: Prefill, *, num_layers: int | None = None) -> Commit:
+        """Send STARTED and the KV of the first ``num_layers`` layers; return a true COMMIT."""
+        geometry = self.engine.facts.geometry
+        num_tokens = len(request.tokens)
+        block_size = self.engine.kv_pool.layout.block_size
+        blocks = list(range(-(-num_tokens // block_size)))
+        self.engine.forward([Span(list(request.tokens), 0, blocks, needs_logits=False)])
+        writer = TcpWriter(peer, geometry)
+        digests = RegionDigests(geometry)
+        await peer.send(Started(request.sequence_id, request.generation, queue_s=0.0))
+        for layer in range(geometry.num_layers if num_layers is None else num_layers):
+            buffers = self.engine.kv_pool.buffers(layer, blocks, 0, num_tokens)
+            # A copy: the next request may compute into the same blocks at once.
+            copies = [memoryview(bytes(buffer)) for buffer in buffers]
+            for index, copy in enumerate(copies):
+                digests.update(layer, index // (len(copies) // 2), copy)
+            await writer.write(
+                request.sequence_id, request.generation, layer, 0, num_tokens, copies
+            )
+        return Commit(
+            request.sequence_id,
+            request.generation,
+            num_tokens=num_tokens,
+            nbytes=geometry.kv_token_nbytes * num_tokens,
+            digests=digests.values(),
+            queue_s=0.0,
+            prefill_s=0.0,
+            handoff_s=0.0,
+        )
+
+
+async def good(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """As it should be."""
+    await peer.send(await fake.push(peer, request))
+
+
+async def lies_about_digests(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """The last digest is off by one: the bytes in the pool are not those announced."""
+    commit = await fake.push(peer, request)
+    digests = [*commit.digests[:-1], commit.digests[-1] ^ 1]
+    await peer.send(replace(commit, digests=digests))
+
+
+async def leaves_out_a_layer(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """COMMIT without the last layer."""
+    await peer.send(await fake.push(peer, request, num_layers=3))
+
+
+async def hangs_up_in_the_middle(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """Half the layers, then the connection is cut."""
+    await fake.push(peer, request, num_layers=2)
+    await peer.flushed()
+    peer.abort("the test says so")
+
+
+async def stalls_in_the_middle(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """Half the layers, then silence."""
+    await fake.push(peer, request, num_layers=2)
+
+
+async def says_nothing(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """Accepts, and never answers."""
+
+
+async def refuses(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """Overloaded."""
+    key = (request.sequence_id, request.generation)
+    await peer.send(Abort(*key, code=ErrorCode.OVERLOADED, message="too much to do"))
+    await peer.send(AbortAck(*key))

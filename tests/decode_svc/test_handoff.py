@@ -1,0 +1,172 @@
+"""A decode worker against prefill workers that fail in every way: typed end, no block lost."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvproto.errors import ErrorCode
+from kvproto.messages import Abort, CommitAck, Prefill, PrefillWorker
+from tests.decode_svc import fake_prefill
+from tests.decode_svc.fake_prefill import Behaviour
+from tests.reference import greedy_reference
+
+_PROMPT = [(5 * i + 1) % 256 for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model_dir: Any) -> list[int]:
+    [tokens] = greedy_reference(tiny_model_dir("llama"), [_PROMPT], max_tokens=8)
+    assert len(tokens) == 8
+    return tokens
+
+
+async def test_kv_that_lands_is_decoded(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int]
+) -> None:
+    fake = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == expected
+        assert outcome.finished.reason == "length"
+        assert outcome.finished.timings["carrier"] == "tcp"
+        assert outcome.finished.timings["handoff_nbytes"] == 49 * 4 * 2 * 2 * 16 * 4
+        assert fake.count(CommitAck) == 1
+        await worker.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code"),
+    [
+        (fake_prefill.lies_about_digests, "digest_mismatch"),
+        (fake_prefill.leaves_out_a_layer, "lease"),
+        (fake_prefill.hangs_up_in_the_middle, "connection_lost"),
+        (fake_prefill.stalls_in_the_middle, "deadline_exceeded"),
+        (fake_prefill.refuses, "overloaded"),
+    ],
+)
+async def test_a_bad_worker_is_left_for_the_next_one(
+    load_engine: Any,
+    start_worker: Any,
+    fake_worker: Any,
+    expected: list[int],
+    behaviour: Behaviour,
+    code: str,
+) -> None:
+    bad = await fake_worker("bad", behaviour)
+    good = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine(), stall_timeout_s=0.3) as worker:
+        await worker.generate("s", _PROMPT, [bad.address, good.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == expected
+        assert outcome.finished.timings["prefill_worker"] == "good"
+        assert bad.count(CommitAck) == 0
+        await worker.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        fake_prefill.lies_about_digests,
+        fake_prefill.leaves_out_a_layer,
+        fake_prefill.hangs_up_in_the_middle,
+        fake_prefill.stalls_in_the_middle,
+        fake_prefill.says_nothing,
+        fake_prefill.refuses,
+    ],
+)
+async def test_without_another_worker_the_sequence_fails_and_no_token_is_made(
+    load_engine: Any, start_worker: Any, fake_worker: Any, behaviour: Behaviour
+) -> None:
+    bad = await fake_worker("bad", behaviour)
+    async with start_worker(load_engine(), stall_timeout_s=0.3) as worker:
+        await worker.generate("s", _PROMPT, [bad.address], timeout_s=1.5)
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == []
+        assert outcome.finished.reason == "error"
+        expected_codes = {ErrorCode.PREFILL_UNAVAILABLE, ErrorCode.DEADLINE_EXCEEDED}
+        assert outcome.finished.code in expected_codes
+        assert outcome.finished.message
+        await worker.assert_nothing_is_left()
+
+
+async def test_nobody_listens_there(load_engine: Any, start_worker: Any, fake_worker: Any) -> None:
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("s", _PROMPT, [PrefillWorker("gone", "127.0.0.1", 1)])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.finished.code == ErrorCode.PREFILL_UNAVAILABLE
+        assert "gone" in outcome.finished.message
+        await worker.assert_nothing_is_left()
+
+
+async def test_a_restarted_worker_under_the_old_name_is_refused(
+    load_engine: Any, start_worker: Any, fake_worker: Any
+) -> None:
+    fake = await fake_worker("new-instance", fake_prefill.good)
+    stale = PrefillWorker("old-instance", fake.address.host, fake.address.port)
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("s", _PROMPT, [stale])
+        outcome = (await worker.outcomes(1))["s"]
+        assert "instance_id" in outcome.finished.message
+        assert fake.count(Prefill) == 0
+
+
+async def test_an_abort_without_acknowledgement_cuts_the_line(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int]
+) -> None:
+    deaf = await fake_worker("deaf", fake_prefill.stalls_in_the_middle, acks_aborts=False)
+    good = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine(), stall_timeout_s=0.3, abort_timeout_s=0.3) as worker:
+        await worker.generate("s", _PROMPT, [deaf.address, good.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == expected
+        assert deaf.count(Abort) == 1
+        await worker.assert_nothing_is_left()
+
+
+async def test_cancelled_while_the_kv_is_on_its_way(
+    load_engine: Any, start_worker: Any, fake_worker: Any
+) -> None:
+    fake = await fake_worker("slow", fake_prefill.stalls_in_the_middle)
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        async with asyncio.timeout(10):
+            while not worker.leases.stats()["num_leases"] or not fake.count(Prefill):
+                await asyncio.sleep(0.01)
+        await worker.router.send(Abort("s", 0, code=ErrorCode.CANCELLED, message="client gone"))
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.finished.reason == "abort"
+        assert fake.count(Abort) == 1
+        await worker.assert_nothing_is_left()
+
+
+async def test_the_router_goes_away_while_the_kv_is_on_its_way(
+    load_engine: Any, start_worker: Any, fake_worker: Any
+) -> None:
+    fake = await fake_worker("slow", fake_prefill.stalls_in_the_middle)
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        async with asyncio.timeout(10):
+            while not fake.count(Prefill):
+                await asyncio.sleep(0.01)
+        worker.router.abort("the router dies")
+        await worker.assert_nothing_is_left()
+
+
+async def test_sixteen_handoffs_at_once_keep_apart(
+    load_engine: Any,
+    start_worker: Any,
+    fake_worker: Any,
+    tiny_model_dir: Any,
+) -> None:
+    prompts = {f"s{i}": [(i * 13 + j * 7) % 256 for j in range(20 + 3 * i)] for i in range(16)}
+    references = greedy_reference(tiny_model_dir("llama"), list(prompts.values()), max_tokens=8)
+    fake = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine()) as worker:
+        for sequence_id, prompt in prompts.items():
+            await worker.generate(sequence_id, prompt, [fake.address], ignore_eos=False)
+        outcomes = await worker.outcomes(len(prompts))
+        for (sequence_id, _), tokens in zip(prompts.items(), references, strict=True):
+            assert outcomes[sequence_id].tokens == tokens, sequence_id
+        await worker.assert_nothing_is_left()
