@@ -2,8 +2,10 @@
 
 Both run the same float32 weights. Single steps of the two alternate, so that whatever else the
 machine does falls on both, and each is summed up by its median. The reference is what `generate`
-does at each step: a DynamicCache, sdpa attention, rows of equal length, logits for the last token
-only. It gets no attention mask, which is in its favour.
+does at each step: a DynamicCache, sdpa attention, logits for the last token only. With rows of
+equal length it gets no attention mask, which is in its favour; prompts of mixed lengths it has to
+pad.
+Our prefill is what a prefill worker runs: it makes KV and no logits.
 
     python bench/engine.py --model DIR --threads 2
 """
@@ -41,9 +43,11 @@ class Reference:
         # Renamed in transformers 5.2x; both mean the same cache object.
         self.cache_name = "cache" if "cache" in parameters else "past_key_values"
 
-    def step(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    def step(
+        self, tokens: torch.Tensor, cache: DynamicCache, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run the tokens [batch, length]; return the greedy next token of each row."""
-        inputs: dict[str, Any] = {self.cache_name: cache}
+        inputs: dict[str, Any] = {self.cache_name: cache, "attention_mask": mask}
         logits = self.model(tokens, use_cache=True, logits_to_keep=1, **inputs).logits
         return logits[:, -1].argmax(-1)
 
@@ -64,6 +68,16 @@ class Ours:
         ]
         logits = self.engine.forward(spans)
         return sample(logits, [SamplingParams()] * len(rows), [0] * len(rows))
+
+    def prefill(self, rows: list[list[int]]) -> None:
+        """Compute the KV of fresh prompts of any lengths together."""
+        block_size = self.engine.kv_pool.layout.block_size
+        spans, begin = [], 0
+        for row in rows:
+            end = begin - (-len(row) // block_size)
+            spans.append(Span(row, 0, range(begin, end), needs_logits=False))
+            begin = end
+        self.engine.forward(spans)
 
 
 def pool_nbytes(model_dir: Path, num_tokens: int) -> int:
@@ -121,22 +135,39 @@ def bench_decode(
 
 
 def bench_prefill(
-    ours: Ours, reference: Reference, batch: int, num_tokens: int, num_steps: int
+    ours: Ours, reference: Reference, lengths: list[int], num_steps: int
 ) -> tuple[list[float], list[float]]:
-    rows = [prompt(row, num_tokens, ours.engine.facts.vocab_size) for row in range(batch)]
-    tensor = torch.tensor(rows)
-    ours.step(rows, 0, num_tokens)
+    vocab_size = ours.engine.facts.vocab_size
+    rows = [prompt(row, length, vocab_size) for row, length in enumerate(lengths)]
+    longest = max(lengths)
+    # On the left, as generate pads: the last column is every row's last token.
+    padded = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = None
+    if min(lengths) < longest:
+        mask = (torch.arange(longest) >= longest - torch.tensor(lengths).unsqueeze(1)).long()
+    ours.prefill(rows)
     return alternate(
-        lambda _: ours.step(rows, 0, num_tokens),
-        lambda _: reference.step(tensor, DynamicCache(config=reference.model.config)),
+        lambda _: ours.prefill(rows),
+        lambda _: reference.step(padded, DynamicCache(config=reference.model.config), mask),
         num_steps,
     )
 
 
+def mixed_lengths(batch: int, longest: int) -> list[int]:
+    """Log-uniform from a sixteenth of ``longest`` to ``longest``, evenly spread, in mixed order."""
+    ratio = [16 ** (-index / max(1, batch - 1)) for index in range(batch)]
+    lengths = [max(1, round(longest * part)) for part in ratio]
+    return lengths[::2] + lengths[1::2]
+
+
 def report(
-    kind: str, batch: int, num_tokens: int, times: tuple[list[float], list[float]]
+    kind: str,
+    batch: int,
+    num_tokens: int,
+    num_counted_tokens: int,
+    times: tuple[list[float], list[float]],
 ) -> dict[str, Any]:
-    rate = batch * (1 if kind == "decode" else num_tokens)
+    rate = num_counted_tokens
     ours_s, reference_s = (statistics.median(part) for part in times)
     result = {
         "kind": kind,
@@ -148,7 +179,7 @@ def report(
         "ratio_of_best": min(times[1]) / min(times[0]),
     }
     print(
-        f"{kind:8s} batch {batch:3d} x {num_tokens:5d} tokens: "
+        f"{kind:13s} batch {batch:3d} x {num_tokens:5d} tokens: "
         f"ours {result['ours_tokens_per_s']:8.1f} tok/s   "
         f"transformers {result['transformers_tokens_per_s']:8.1f} tok/s   "
         f"ratio {result['ratio']:.2f} (best against best {result['ratio_of_best']:.2f})",
@@ -191,14 +222,20 @@ def main() -> int:
     with torch.inference_mode():
         for batch in options.batches:
             times = bench_decode(ours, reference, batch, options.context, options.decode_steps)
-            results.append(report("decode", batch, options.context, times))
+            results.append(report("decode", batch, options.context, batch, times))
         for num_tokens in options.prompt_tokens:
             for batch in options.batches:
                 if batch * num_tokens > MAX_PREFILL_ROWS:
-                    print(f"prefill  batch {batch:3d} x {num_tokens:5d} tokens: skipped, too long")
+                    print(f"prefill batch {batch} x {num_tokens} tokens: skipped, too long")
                     continue
-                times = bench_prefill(ours, reference, batch, num_tokens, options.prefill_steps)
-                results.append(report("prefill", batch, num_tokens, times))
+                for kind, lengths in (
+                    ("prefill", [num_tokens] * batch),
+                    ("prefill mixed", mixed_lengths(batch, num_tokens)),
+                ):
+                    if kind == "prefill mixed" and batch == 1:
+                        continue
+                    times = bench_prefill(ours, reference, lengths, options.prefill_steps)
+                    results.append(report(kind, batch, num_tokens, sum(lengths), times))
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -92,10 +92,10 @@ class Decoder:
         self._idle.clear()
         self._wake.set()
 
-    def cancel(self, sequence_id: str) -> bool:
-        """The router does not want the sequence any more; False if it is not known."""
+    def cancel(self, sequence_id: str, outbox: Outbox) -> bool:
+        """The router does not want its sequence any more; False if it has none of that name."""
         sequence = self._sequences.get(sequence_id)
-        if sequence is None:
+        if sequence is None or sequence.outbox is not outbox:
             return False
         sequence.finish(End("abort", ErrorCode.CANCELLED, "cancelled by the router"))
         self._wake.set()
@@ -205,11 +205,12 @@ class Decoder:
     def _preempt(self, sequence: Sequence) -> None:
         """Take the blocks back; the KV is computed again from the tokens when there is room."""
         if sequence.state is SequenceState.FETCHING:
-            if sequence.handoff is not None:
-                sequence.handoff.cancel()
-            return
-        sequence.advance(SequenceEvent.PREEMPTED)
-        self._free(sequence)
+            if sequence.handoff is None or sequence.handoff.is_cancelled:
+                return
+            sequence.handoff.cancel()
+        else:
+            sequence.advance(SequenceEvent.PREEMPTED)
+            self._free(sequence)
         sequence.num_preemptions += 1
         self._metrics.preemptions.inc()
         self._log.info("preempted", sequence_id=sequence.sequence_id)
@@ -226,9 +227,9 @@ class Decoder:
         if not sequence.admitted_at:
             sequence.admitted_at = now
             self._metrics.queue_s.observe(now - sequence.arrived_at)
-        if len(sequence.tokens) <= self._config.local_prefill_tokens:
+        if self._is_local(sequence):
             sequence.advance(SequenceEvent.ADMITTED_LOCAL)
-            sequence.runnable_at = now
+            sequence.become_runnable(now)
             sequence.timings["carrier"] = "local"
             self._metrics.local_prefills.inc()
             self._wake.set()
@@ -245,6 +246,12 @@ class Decoder:
         tasks.create_task(
             self._fetch(sequence, sequence.handoff), name=f"fetch {sequence.sequence_id}"
         )
+
+    def _is_local(self, sequence: Sequence) -> bool:
+        """Short prompts are prefilled here; so is what was preempted and has nobody else."""
+        is_short = len(sequence.tokens) <= self._config.local_prefill_tokens
+        is_left_alone = sequence.num_preemptions > 0 and not sequence.request.prefill_workers
+        return is_short or is_left_alone
 
     async def _fetch(self, sequence: Sequence, handoff: Handoff) -> None:
         try:
@@ -265,7 +272,7 @@ class Decoder:
             self._metrics.handoff_nbytes.observe(fetched.nbytes)
             sequence.note_fetched(fetched)
             sequence.num_cached_tokens = len(handoff.tokens)
-            sequence.runnable_at = time.monotonic()
+            sequence.become_runnable(time.monotonic())
             sequence.advance(SequenceEvent.LANDED)
         finally:
             sequence.handoff = None
@@ -313,12 +320,12 @@ class Decoder:
         return sample(logits, params, positions)
 
     def _append(self, sequence: Sequence, token: int, now: float) -> None:
+        if sequence.end is not None:
+            return  # ended during the step
         sequence.num_cached_tokens = len(sequence.tokens)
         sequence.tokens.append(token)
         if not sequence.first_token_at:
             sequence.first_token_at = now
-        if sequence.end is not None:
-            return  # cancelled during the step
         sequence.outbox.put(
             Tokens(sequence.sequence_id, first_index=sequence.num_output_tokens - 1, tokens=[token])
         )

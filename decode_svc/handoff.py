@@ -7,6 +7,7 @@ the connection, after which no byte can arrive.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ class Fetcher:
                 raise FetchCancelled
             try:
                 peer = await self._peers.get(worker)
+                if handoff.is_cancelled:
+                    raise FetchCancelled
                 return await self._attempt(handoff, peer, worker.instance_id)
             except (KvProtoError, _AttemptFailed) as exc:
                 self._metrics.handoff_failures.labels(code=_name(exc.code)).inc()
@@ -151,6 +154,7 @@ class Fetcher:
         )
         handoff.box = box = self._peers.open_box(peer, sequence_id, generation)
         is_quiet = False
+        code, reason = int(ErrorCode.CANCELLED), "no longer wanted"
         try:
             await peer.send(
                 Prefill(
@@ -163,20 +167,32 @@ class Fetcher:
             commit = await self._await_commit(handoff, box, generation)
             await self._verify(handoff, commit)
             self._leases.commit(commit)
-            await peer.send(CommitAck(sequence_id, generation))
+            with contextlib.suppress(KvProtoError):
+                # Complete here, whether or not the prefill worker hears of it.
+                await peer.send(CommitAck(sequence_id, generation))
         except _AttemptFailed as exc:
-            is_quiet = exc.is_quiet
+            is_quiet, code, reason = exc.is_quiet, exc.code, str(exc)
+            raise
+        except KvProtoError as exc:
+            code, reason = exc.code, str(exc)
             raise
         else:
             # COMMIT followed the last write on the same connection.
             is_quiet = True
         finally:
-            self._leases.revoke(generation)
-            if not is_quiet:
-                await self._quiesce(peer, box, sequence_id, generation)
-            self._take_back(handoff, generation)
-            handoff.box = None
-            self._peers.close_box(peer, sequence_id, generation)
+            try:
+                self._leases.revoke(generation)
+                if not is_quiet:
+                    abort = Abort(sequence_id, generation, code=code, message=reason)
+                    await self._quiesce(peer, box, abort)
+                if not self._leases.quiesced(generation):
+                    # A WRITE after ABORT_ACK: that promise is worth nothing, the end is.
+                    peer.abort("a WRITE follows its ABORT_ACK")
+                    await peer.wait_closed()
+                self._take_back(handoff, generation)
+            finally:
+                handoff.box = None
+                self._peers.close_box(peer, sequence_id, generation)
         return Fetched(
             worker=worker,
             carrier="tcp",
@@ -189,7 +205,7 @@ class Fetcher:
     async def _await_commit(self, handoff: Handoff, box: LetterBox, generation: int) -> Commit:
         """Wait for COMMIT; after STARTED, a stretch without a landed byte is a failure."""
         is_started = False
-        nbytes_before = -1
+        nbytes_before = 0
         while True:
             left_s = handoff.expires_at - time.monotonic()
             timeout_s = min(left_s, self._stall_timeout_s) if is_started else left_s
@@ -242,21 +258,20 @@ class Fetcher:
         num_freed = len(self._leases.release(generation))
         handoff.block_table[:num_freed] = self._blocks.allocate(handoff.sequence_id, num_freed)
 
-    async def _quiesce(self, peer: Peer, box: LetterBox, sequence_id: str, generation: int) -> None:
+    async def _quiesce(self, peer: Peer, box: LetterBox, abort: Abort) -> None:
         """Return when ``peer`` can no longer write to the blocks of this attempt."""
-        deadline = time.monotonic() + self._abort_timeout_s
         try:
-            await peer.send(
-                Abort(sequence_id, generation, code=ErrorCode.CANCELLED, message="no longer wanted")
-            )
-            while True:
-                letter = await box.get(max(0.0, deadline - time.monotonic()))
-                if isinstance(letter, AbortAck | Lost):
-                    return
-        except (TimeoutError, KvProtoError):
+            async with asyncio.timeout(self._abort_timeout_s):
+                await peer.send(abort)
+                while not isinstance(await box.get(self._abort_timeout_s), AbortAck | Lost):
+                    pass
+        except TimeoutError:
             # No promise within the deadline: cut the line, after which no byte can arrive.
             self._metrics.cut_connections.inc()
             peer.abort("no ABORT_ACK within abort_timeout_s")
+            await peer.wait_closed()
+        except KvProtoError:
+            peer.abort("the abort could not be sent")
             await peer.wait_closed()
 
 

@@ -5,6 +5,7 @@ task sends them. A router that falls a whole outbox behind is cut off; its seque
 """
 
 import asyncio
+import contextlib
 
 import structlog
 
@@ -22,10 +23,13 @@ class Outbox:
     def __init__(self, peer: Peer, max_messages: int = MAX_MESSAGES) -> None:
         self.peer = peer
         self._messages: asyncio.Queue[Message] = asyncio.Queue(max_messages)
+        self._is_over = False
         self._log = structlog.get_logger("decode.outbox")
 
     def put(self, message: Message) -> None:
-        """Queue ``message``; a full outbox ends the connection."""
+        """Queue ``message``; a full outbox ends the connection, an ended one takes nothing."""
+        if self._is_over:
+            return
         try:
             self._messages.put_nowait(message)
         except asyncio.QueueFull:
@@ -37,15 +41,24 @@ class Outbox:
         return {"num_messages": self._messages.qsize(), "max_messages": self._messages.maxsize}
 
     async def run(self) -> None:
-        """Send until the connection is lost or the task is cancelled."""
+        """Send until the connection is lost or the task is cancelled; then drop what is left."""
         try:
             while True:
-                await self.peer.send(await self._messages.get())
-                self._messages.task_done()
+                message = await self._messages.get()
+                try:
+                    await self.peer.send(message)
+                finally:
+                    self._messages.task_done()
         except (ConnectionLost, DeadlineExceeded):
             return  # the handler of this connection sees the end too, and cleans up
+        finally:
+            self._is_over = True
+            while not self._messages.empty():
+                self._messages.get_nowait()
+                self._messages.task_done()
 
     async def flush(self) -> None:
-        """Return when everything put so far was sent."""
+        """Return when everything put so far was sent, or there is nobody left to send it to."""
         await self._messages.join()
-        await self.peer.flushed()
+        with contextlib.suppress(ConnectionLost, DeadlineExceeded):
+            await self.peer.flushed()

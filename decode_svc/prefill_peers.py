@@ -5,15 +5,29 @@ than the router named has been restarted meanwhile and is refused: the router wi
 """
 
 import asyncio
+import time
+from dataclasses import dataclass, field
 
 import structlog
 
 from decode_svc.letter_box import LetterBox, Lost
-from kvproto.errors import ConnectionLost, HandshakeRefused
+from kvproto.errors import ConnectionLost, HandshakeRefused, KvProtoError
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
 from kvproto.messages import Abort, AbortAck, Commit, Error, Message, PrefillWorker, Started
 from kvproto.tcp import Peer, connect
+
+# Prefill workers come and go under new names; more of them than this are not alive at once.
+_MAX_DOORS = 1024
+
+
+@dataclass(slots=True)
+class _Door:
+    """The way to one worker: one opens it at a time, and the last failure is remembered."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failed_at: float = 0.0
+    failure: str = ""
 
 
 class PrefillPeers:
@@ -24,7 +38,7 @@ class PrefillPeers:
         self._leases = leases
         self._connect_timeout_s = connect_timeout_s
         self._peers: dict[str, Peer] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._doors: dict[str, _Door] = {}
         self._boxes: dict[tuple[Peer, str, int], LetterBox] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._log = structlog.get_logger("decode.prefill_peers")
@@ -45,12 +59,29 @@ class PrefillPeers:
         Raises ConnectionLost, DeadlineExceeded, HandshakeRefused or AuthenticationFailed of
         ``kvproto.tcp.connect``, and HandshakeRefused if another instance answers.
         """
+        door = self._door(worker.instance_id)
+        asked_at = time.monotonic()
         # Two handoffs at once must not open two connections.
-        async with self._locks.setdefault(worker.instance_id, asyncio.Lock()):
+        async with door.lock:
             peer = self._peers.get(worker.instance_id)
-            if peer is None:
-                peer = await self._open(worker)
-            return peer
+            if peer is not None:
+                return peer
+            if door.failed_at > asked_at:
+                # The one before us tried while we waited: do not spend the time-out once more.
+                raise ConnectionLost(door.failure)
+            try:
+                return await self._open(worker)
+            except KvProtoError as exc:
+                door.failed_at, door.failure = time.monotonic(), str(exc)
+                raise
+
+    def _door(self, instance_id: str) -> _Door:
+        """The door of a worker; those of workers long gone are forgotten."""
+        if len(self._doors) >= _MAX_DOORS:
+            idle = [name for name, door in self._doors.items() if not door.lock.locked()]
+            for name in idle:
+                del self._doors[name]
+        return self._doors.setdefault(instance_id, _Door())
 
     def open_box(self, peer: Peer, sequence_id: str, generation: int) -> LetterBox:
         """Start to receive letters for one attempt."""
@@ -75,13 +106,13 @@ class PrefillPeers:
             landing=self._leases,
             timeout_s=self._connect_timeout_s,
         )
-        for field, wanted, found in (
+        for fact, wanted, found in (
             ("role", "prefill", peer.remote.role),
             ("instance_id", worker.instance_id, peer.remote.instance_id),
         ):
             if wanted != found:
-                peer.abort(f"wrong {field}")
-                raise HandshakeRefused(field, wanted, found)
+                peer.abort(f"wrong {fact}")
+                raise HandshakeRefused(fact, wanted, found)
         self._peers[worker.instance_id] = peer
         self._log.info("connected to prefill worker", peer=peer.name)
         self._tasks.create_task(self._read(worker.instance_id, peer), name=f"read {peer.name}")
@@ -92,12 +123,12 @@ class PrefillPeers:
         try:
             async for message in peer:
                 await self._route(peer, message)
-        except ConnectionLost as exc:
-            reason = exc.reason
+        except KvProtoError as exc:
+            reason = str(exc)
         finally:
             peer.abort("the reader has ended")
-            del self._peers[instance_id]
-            self._locks.pop(instance_id, None)
+            if self._peers.get(instance_id) is peer:
+                del self._peers[instance_id]
             self._log.warning("prefill worker lost", peer=peer.name, reason=reason)
             for (box_peer, *_), box in list(self._boxes.items()):
                 if box_peer is peer:

@@ -106,6 +106,11 @@ class Sequence:
         """End with an error."""
         self.finish(End("error", code, message))
 
+    def become_runnable(self, now: float) -> None:
+        """The KV is there; after the first token the moment no longer counts for timings."""
+        if not self.first_token_at:
+            self.runnable_at = now
+
     def note_fetched(self, fetched: Fetched) -> None:
         """Keep the figures of the handoff for ``final_timings``; the last one counts."""
         self.timings.update(

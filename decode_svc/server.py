@@ -1,7 +1,6 @@
 """One connection of a router: sequences come in, tokens go out."""
 
 import asyncio
-import contextlib
 
 import structlog
 
@@ -37,10 +36,9 @@ class DecodeServer:
         finally:
             self._decoder.drop_owner(outbox)
             self._outboxes.discard(outbox)
-            peer.abort("the handler has ended")
+            # What has been sent still leaves: the connection is closed, not aborted, on return.
             sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sending
+            await asyncio.wait([sending])
 
     async def flush(self) -> None:
         """Return when everything said so far has left the process."""
@@ -56,8 +54,8 @@ class DecodeServer:
             case Generate():
                 self._on_generate(outbox, message)
             case Abort():
-                self._decoder.cancel(message.sequence_id)
-                # Known or not, the router hears FINISHED (if known) and that nothing follows it.
+                self._decoder.cancel(message.sequence_id, outbox)
+                # FINISHED follows between two steps, if there was something to end.
                 outbox.put(AbortAck(message.sequence_id, message.generation))
             case _:
                 text = f"a decode worker does not take {type(message).__name__} from a router"

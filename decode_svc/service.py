@@ -21,7 +21,7 @@ from kvproto.messages import Register
 from kvproto.tcp import Server
 from kvproto.tcp import serve as serve_tcp
 from svckit.admin import AdminServer
-from svckit.errors import ServiceError
+from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
 
 
@@ -98,18 +98,19 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
             lifecycle.advance(Step.READY)
             await lifecycle.wait_draining()
             decoder.is_draining = True
-            async with asyncio.timeout(config.drain_timeout_s):
-                await decoder.wait_idle()
-                await server.flush()
+            try:
+                async with asyncio.timeout(config.drain_timeout_s):
+                    await decoder.wait_idle()
+                    await server.flush()
+            except TimeoutError as exc:
+                raise DrainDeadlineError(
+                    f"Sequences were still in work after drain_timeout_s "
+                    f"({config.drain_timeout_s:g} s); they were aborted."
+                ) from exc
             stop.set()
             await announcing
             decoding.cancel()
             connecting.cancel()
-    except* TimeoutError as group:
-        raise ServiceError(
-            f"Sequences were still in work after drain_timeout_s ({config.drain_timeout_s} s); "
-            "they were aborted."
-        ) from group
     finally:
         await listener.close()
         await admin.close()

@@ -85,6 +85,13 @@ def _attend_prefill(
     Returns:
         [num_spans, num_rows, num_query_heads, head_dim].
     """
+    if group.num_rows == 1:
+        # All query heads of one KV head see the same keys: they are its rows, no head is repeated.
+        num_kv_heads = keys.shape[1]
+        folded = query.unflatten(1, (num_kv_heads, -1))
+        return scaled_dot_product_attention(folded, keys, values, scale=scale).view(
+            group.num_spans, 1, -1, query.shape[-1]
+        )
     return scaled_dot_product_attention(
         query.unflatten(0, (group.num_spans, group.num_rows)).transpose(1, 2),
         keys,

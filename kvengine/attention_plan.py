@@ -185,7 +185,9 @@ def make_plan(
         dtype: of the queries, used for masks and scores.
     """
     num_decode = 0
-    if dtype in _SPARSE_DTYPES:
+    # A sequence that decodes alone is cheaper dense: one call over a view, no sparse matrix.
+    is_alone = len(spans) == 1 and len(spans[0].token_ids) == 1
+    if dtype in _SPARSE_DTYPES and not is_alone:
         num_decode = next(
             (row for row, span in enumerate(spans) if len(span.token_ids) > 1), len(spans)
         )

@@ -3,7 +3,8 @@
 Decoder layers of known families are replaced by `FusedDecoderLayer`, every other linear layer by
 `PackedLinear`. A replacement is kept only if it reproduces the original on random input; if not,
 the original stays and a sentence says so. The weights are packed layer by layer and the originals
-dropped, so the peak is the model plus one layer.
+dropped, so the peak is the model plus one layer. An output matrix tied to the embeddings is packed
+beside them: that is the one weight stored twice.
 """
 
 from __future__ import annotations
@@ -116,23 +117,20 @@ def drops_rows(model: PreTrainedModel) -> bool:
     )
 
 
-def _pack_linear(linear: nn.Linear, *, is_packed: bool) -> PackedLinear | None:
+def _pack_linear(linear: nn.Linear) -> PackedLinear | None:
     """Return the packed twin of a linear layer, or None if it does not reproduce it."""
-    packed = PackedLinear(linear.weight, linear.bias, is_packed=is_packed)
+    packed = PackedLinear(linear.weight, linear.bias)
     x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0))
     return packed if _worst_error(packed(x), linear(x)) <= _TOLERANCE else None
 
 
 def _pack_linears(model: PreTrainedModel) -> list[str]:
     fallbacks: list[str] = []
-    embeddings = model.get_input_embeddings()
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is not nn.Linear:
                 continue
-            # A weight tied to the embeddings is needed as it is: packing would make a second copy.
-            is_tied = child.weight is embeddings.weight
-            packed = _pack_linear(child, is_packed=not is_tied)
+            packed = _pack_linear(child)
             if packed is None:
                 fallbacks.append(f"{path}.{name} keeps transformers' code: its twin is off.")
                 continue

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-# The layout is chosen for a row count but serves every row count; 64 was the best compromise.
-_PACKED_FOR_ROWS = 64
+# The layout is chosen for a row count but serves every row count; 512 was the best compromise.
+_PACKED_FOR_ROWS = 512
 # A transposed weight is as fast as a packed one and faster for a single row, unless its rows lie a
 # multiple of this many elements apart: then they fall on the same few cache sets.
 _ALIASING_ELEMENTS = 256
@@ -35,17 +35,14 @@ class PackedLinear(nn.Module):
         weight: float32 [out_features, in_features]; copied into the faster of the packed and the
             transposed layout, not kept.
         bias: float32 [out_features] or None.
-        is_packed: False keeps `weight` itself, without a second copy; slower for few rows.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, is_packed: bool = True
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         detached = weight.detach()
         # Plain attributes, not buffers: a packed tensor has no storage that could be saved.
-        self._weight = _lay_out(detached) if is_packed else detached
+        self._weight = _lay_out(detached)
         self._bias = None if bias is None else bias.detach().clone()
         self._unary = torch.ops.mkldnn._linear_pointwise.default
         self._binary = torch.ops.mkldnn._linear_pointwise.binary

@@ -216,6 +216,7 @@ class Prefiller:
             self._log.exception("step failed", num_prompts=len(work))
             for job, _ in work:
                 self._give_up(job, ErrorCode.INTERNAL, f"prefill step failed: {exc}")
+            return
         finally:
             for job, _ in work:
                 job.drop()
@@ -246,8 +247,6 @@ class Prefiller:
             job.computed_at = time.monotonic()
             job.advance(JobEvent.COMPUTED)
             self._metrics.prefill_s.observe(job.computed_at - job.started_at)
-            # From here the time belongs to the acknowledgement.
-            job.expires_at = min(job.expires_at, job.computed_at + self._config.ack_timeout_s)
             self._pushers[job.peer].put_nowait(Finish(job))
 
     # ---- endings

@@ -63,12 +63,14 @@ class Pusher:
         *,
         max_items: int,
         stall_items: int,
+        ack_timeout_s: float,
         on_drained: Callable[[], None],
     ) -> None:
         self.peer = peer
         self._writer = writer
         self._queue: asyncio.Queue[LayerWrite | Begin | Finish | GiveUp] = asyncio.Queue(max_items)
         self._stall_items = stall_items
+        self._ack_timeout_s = ack_timeout_s
         self._on_drained = on_drained
 
     @property
@@ -97,6 +99,10 @@ class Pusher:
                 await self._handle(item)
             except (ConnectionLost, DeadlineExceeded):
                 return  # the handler of this connection sees the end too, and cleans up
+            except Exception:
+                # Nobody would send for this connection any more: end it, so that all is cleaned up.
+                self.peer.abort("sending failed")
+                raise
             finally:
                 item.job.drop()
                 if self._queue.qsize() == self._stall_items:
@@ -133,7 +139,10 @@ class Pusher:
 
     async def _commit(self, job: Job) -> None:
         await self._writer.flush()
+        if job.is_over:
+            return  # given up while the writes left; its GiveUp is queued behind
         job.advance(JobEvent.COMMIT_SENT)
+        job.expires_at = min(job.expires_at, time.monotonic() + self._ack_timeout_s)
         await self.peer.send(
             Commit(
                 *job.key,

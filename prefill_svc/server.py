@@ -1,7 +1,6 @@
 """One connection of a decode worker: its requests go to the prefiller, its KV comes back."""
 
 import asyncio
-import contextlib
 
 import structlog
 
@@ -9,6 +8,7 @@ from kvproto.errors import ConnectionLost, ErrorCode
 from kvproto.geometry import KvGeometry
 from kvproto.messages import Abort, AbortAck, CommitAck, Error, Message, Prefill
 from kvproto.tcp import Peer, TcpWriter
+from prefill_svc.config import PrefillConfig
 from prefill_svc.errors import PromptRefused
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
@@ -24,18 +24,20 @@ class PrefillServer:
         metrics: PrefillMetrics,
         *,
         geometry: KvGeometry,
-        max_prompts: int,
-        max_step_prompts: int,
+        config: PrefillConfig,
     ) -> None:
         self._prefiller = prefiller
         self._metrics = metrics
         self._geometry = geometry
+        self._config = config
         num_layers = geometry.num_layers
         # More than two layers' worth of unsent writes: the decode worker is slower than we are.
         self._stall_items = 2 * num_layers
         # A step adds at most one write a layer for each of its prompts and is not begun for a
         # stalled connection; each prompt adds at most a Begin, a Finish and a GiveUp.
-        self._max_items = self._stall_items + num_layers * max_step_prompts + 3 * max_prompts
+        self._max_items = (
+            self._stall_items + num_layers * config.max_step_prompts + 3 * config.max_prompts
+        )
         self._log = structlog.get_logger("prefill.server")
 
     async def handle(self, peer: Peer) -> None:
@@ -45,6 +47,7 @@ class PrefillServer:
             TcpWriter(peer, self._geometry),
             max_items=self._max_items,
             stall_items=self._stall_items,
+            ack_timeout_s=self._config.ack_timeout_s,
             on_drained=self._prefiller.wake,
         )
         self._prefiller.add_pusher(pusher)
@@ -56,13 +59,13 @@ class PrefillServer:
         except ConnectionLost as exc:
             self._log.warning("decode worker lost", peer=peer.name, reason=exc.reason)
         finally:
-            # abort first: once the connection is closed nothing reads the KV pool any more.
-            peer.abort("the handler has ended")
-            await peer.wait_closed()
+            # Once the connection is closed nothing reads the KV pool any more.
+            await peer.close()
             pushing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await pushing
+            await asyncio.wait([pushing])
             self._prefiller.remove_pusher(pusher)
+            if not pushing.cancelled() and (defect := pushing.exception()) is not None:
+                self._log.error("sending failed", peer=peer.name, exc_info=defect)
 
     async def _on_message(self, peer: Peer, message: Message) -> None:
         match message:

@@ -17,7 +17,7 @@ from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
 from prefill_svc.server import PrefillServer
 from svckit.admin import AdminServer
-from svckit.errors import ServiceError
+from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
 
 
@@ -33,8 +33,7 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
         prefiller,
         metrics,
         geometry=engine.facts.geometry,
-        max_prompts=config.max_prompts,
-        max_step_prompts=config.max_step_prompts,
+        config=config,
     )
     identity = Identity(
         role="prefill",
@@ -77,16 +76,17 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
             lifecycle.advance(Step.READY)
             await lifecycle.wait_draining()
             prefiller.is_draining = True
-            async with asyncio.timeout(config.drain_timeout_s):
-                await prefiller.wait_idle()
+            try:
+                async with asyncio.timeout(config.drain_timeout_s):
+                    await prefiller.wait_idle()
+            except TimeoutError as exc:
+                raise DrainDeadlineError(
+                    f"Prompts were still in work after drain_timeout_s "
+                    f"({config.drain_timeout_s:g} s); they were aborted."
+                ) from exc
             stop.set()
             await announcing
             computing.cancel()
-    except* TimeoutError as group:
-        raise ServiceError(
-            f"Prompts were still in work after drain_timeout_s ({config.drain_timeout_s} s); "
-            "they were aborted."
-        ) from group
     finally:
         await listener.close()
         await admin.close()

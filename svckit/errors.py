@@ -1,7 +1,8 @@
 """Errors a person can act on.
 
     ServiceError           the process cannot start or go on; the message is one full sentence
-    └── ConfigError        a setting is unknown, missing or out of range
+    ├── ConfigError        a setting is unknown, missing or out of range
+    └── DrainDeadlineError work was left when the drain deadline passed
     InvalidTransition      a lifecycle step that the table does not hold (our own bug)
 
 ``run_service`` prints a ServiceError as that one sentence and exits 1. Anything else is a
@@ -15,6 +16,10 @@ class ServiceError(Exception):
 
 class ConfigError(ServiceError):
     """A setting is unknown, missing, malformed or out of range; the message names it."""
+
+
+class DrainDeadlineError(ServiceError):
+    """Work was left, and aborted, when the drain deadline passed; exit code 3."""
 
 
 class InvalidTransition(Exception):

@@ -25,7 +25,7 @@ from typing import Final
 import structlog
 import uvloop
 
-from svckit.errors import InvalidTransition, ServiceError
+from svckit.errors import DrainDeadlineError, InvalidTransition, ServiceError
 
 EXIT_OK: Final = 0
 EXIT_SERVICE_ERROR: Final = 1
@@ -197,7 +197,8 @@ def run_service(
         leaves = list(_leaves(exc))
         if all(isinstance(leaf, ServiceError) for leaf in leaves):
             print(leaves[0], file=sys.stderr, flush=True)  # noqa: T201 - the one sentence
-            return EXIT_SERVICE_ERROR
+            is_late = isinstance(leaves[0], DrainDeadlineError)
+            return EXIT_DRAIN_DEADLINE if is_late else EXIT_SERVICE_ERROR
         structlog.get_logger("svckit.lifecycle").critical("defect", exc_info=exc)
         return EXIT_DEFECT
 

@@ -133,3 +133,9 @@ async def refuses(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
     key = (request.sequence_id, request.generation)
     await peer.send(Abort(*key, code=ErrorCode.OVERLOADED, message="too much to do"))
     await peer.send(AbortAck(*key))
+
+
+async def commits_and_hangs_up(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+    """Everything is delivered, but nobody is left to take the acknowledgement."""
+    await peer.send(await fake.push(peer, request))
+    await peer.close()

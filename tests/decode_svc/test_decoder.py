@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from kvproto.errors import ErrorCode
-from kvproto.messages import Abort, Finished, PrefillWorker
+from kvproto.handshake import Identity
+from kvproto.messages import Abort, AbortAck, Finished, PrefillWorker
+from kvproto.tcp import connect
 from tests.decode_svc import fake_prefill
 from tests.decode_svc.conftest import make_generate
 from tests.reference import greedy_reference
@@ -198,3 +200,37 @@ async def test_a_client_may_not_name_addresses(load_engine: Any, start_worker: A
         finished = (await worker.outcomes(1))["s"].finished
         assert finished.code == ErrorCode.MALFORMED
         assert "prefill_workers" in finished.message
+
+
+async def test_a_stranger_cannot_cancel_a_sequence(load_engine: Any, start_worker: Any) -> None:
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("mine", _prompt(1, 5), [], max_output_tokens=60)
+        stranger = await connect(
+            "127.0.0.1",
+            worker.port,
+            identity=Identity(role="client", instance_id="stranger"),
+            timeout_s=10,
+        )
+        await stranger.send(Abort("mine", 0, code=ErrorCode.CANCELLED, message="not yours"))
+        async with asyncio.timeout(10):
+            assert isinstance(await stranger.receive(), AbortAck)
+        assert len((await worker.outcomes(1))["mine"].tokens) == 60
+        stranger.abort("done")
+
+
+async def test_preempted_without_a_prefill_worker_it_is_computed_here(
+    load_engine: Any, start_worker: Any, tiny_model_dir: Any
+) -> None:
+    prompts = {f"s{i}": _prompt(i, 10) for i in range(4)}
+    references = greedy_reference(tiny_model_dir("llama"), list(prompts.values()), 50)
+    # 60 tokens at the end each: 16 blocks wanted, 8 given.
+    engine = load_engine(kv_pool_nbytes=8 * 16 * 4 * 2 * 2 * 16 * 4)
+    async with start_worker(engine) as worker:
+        for sequence_id, prompt in prompts.items():
+            await worker.generate(sequence_id, prompt, [], max_output_tokens=50, ignore_eos=False)
+        outcomes = await worker.outcomes(len(prompts))
+        assert sum(o.finished.timings["num_preemptions"] for o in outcomes.values()) > 0
+        for sequence_id, expected in zip(prompts, references, strict=True):
+            assert outcomes[sequence_id].tokens == expected, sequence_id
+            assert outcomes[sequence_id].finished.timings["first_step_s"] >= 0
+        await worker.assert_nothing_is_left()

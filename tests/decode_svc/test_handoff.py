@@ -1,11 +1,17 @@
 """A decode worker against prefill workers that fail in every way: typed end, no block lost."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from decode_svc.errors import FetchCancelled
+from decode_svc.handoff import Fetcher, Handoff
+from decode_svc.metrics import DecodeMetrics
+from decode_svc.prefill_peers import PrefillPeers
+from kvproto.blocks import BlockPool
 from kvproto.errors import ErrorCode
+from kvproto.lease import LeaseTable
 from kvproto.messages import Abort, CommitAck, Prefill, PrefillWorker
 from tests.decode_svc import fake_prefill
 from tests.decode_svc.fake_prefill import Behaviour
@@ -170,3 +176,66 @@ async def test_sixteen_handoffs_at_once_keep_apart(
         for (sequence_id, _), tokens in zip(prompts.items(), references, strict=True):
             assert outcomes[sequence_id].tokens == tokens, sequence_id
         await worker.assert_nothing_is_left()
+
+
+async def test_kv_that_was_verified_is_used_although_nobody_takes_the_acknowledgement(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int]
+) -> None:
+    fake = await fake_worker("hasty", fake_prefill.commits_and_hangs_up)
+    async with start_worker(load_engine()) as worker:
+        for index in range(5):
+            await worker.generate(f"s{index}", _PROMPT, [fake.address])
+            outcome = (await worker.outcomes(1))[f"s{index}"]
+            assert outcome.tokens == expected, outcome.finished.message
+        await worker.assert_nothing_is_left()
+
+
+class _PeersThatCancel:
+    """Hands out a connection, but the sequence has been given up by then."""
+
+    def __init__(self, handoff: Handoff) -> None:
+        self.handoff = handoff
+
+    async def get(self, worker: PrefillWorker) -> object:
+        self.handoff.cancel()
+        return object()
+
+
+async def test_a_sequence_given_up_while_connecting_asks_for_nothing(load_engine: Any) -> None:
+    engine = load_engine()
+    blocks = BlockPool(engine.num_blocks)
+    layout, region = engine.kv_pool.layout, engine.kv_pool.region
+    leases = LeaseTable(layout, region, blocks)
+    table = blocks.allocate("s", 2)
+    handoff = Handoff("s", [1] * 20, table, [PrefillWorker("p", "127.0.0.1", 1)], expires_at=1e9)
+    fetcher = Fetcher(
+        cast("PrefillPeers", _PeersThatCancel(handoff)),
+        leases,
+        blocks,
+        layout,
+        region,
+        DecodeMetrics(),
+        stall_timeout_s=1.0,
+        abort_timeout_s=1.0,
+    )
+    with pytest.raises(FetchCancelled):
+        await fetcher.fetch(handoff)
+    assert leases.stats()["num_leases"] == 0
+    blocks.free(table, "s")
+
+
+async def test_handoffs_that_wait_for_a_dead_host_do_not_queue_up_their_time_outs(
+    load_engine: Any, start_worker: Any
+) -> None:
+    """A listener that accepts and says nothing: ten sequences fail after one time-out, not ten."""
+    silent = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
+    address = PrefillWorker("silent", "127.0.0.1", silent.sockets[0].getsockname()[1])
+    async with start_worker(load_engine(), connect_timeout_s=1.0) as worker:
+        for index in range(10):
+            await worker.generate(f"s{index}", _PROMPT, [address], timeout_s=60.0)
+        async with asyncio.timeout(8):
+            outcomes = await worker.outcomes(10)
+        codes = {outcome.finished.code for outcome in outcomes.values()}
+        assert codes == {ErrorCode.PREFILL_UNAVAILABLE}
+        await worker.assert_nothing_is_left()
+    silent.close()

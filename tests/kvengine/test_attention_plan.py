@@ -19,13 +19,22 @@ def decode(num_context: int, first_block: int = 0) -> Span:
 
 
 def test_decode_pairs_name_every_key_of_every_query_head() -> None:
-    (group,) = plan([Span([1], 4, [7, 2])]).decode_groups
-    slots = [28, 29, 30, 31, 8]
-    heads = [[2 * slot + kv_head for slot in slots] for kv_head in (0, 0, 1, 1)]
-    assert group.pairs.view(4, 5).tolist() == heads
-    assert group.offsets.tolist() == [0, 5, 10, 15]
+    (group,) = plan([Span([1], 4, [7, 2]), Span([1], 4, [5, 9])]).decode_groups
+    slots = ([28, 29, 30, 31, 8], [20, 21, 22, 23, 36])
+    heads = [[2 * slot + kv_head for slot in row] for row in slots for kv_head in (0, 0, 1, 1)]
+    assert group.pairs.view(8, 5).tolist() == heads
+    assert group.offsets.tolist() == list(range(0, 40, 5))
     assert group.padding is None
-    assert group.scores.shape == (4, 800)
+    assert group.scores.shape == (8, 800)
+
+
+def test_a_sequence_that_decodes_alone_reads_its_keys_as_a_view() -> None:
+    alone = plan([Span([1], 4, [2, 3])])
+    assert alone.decode_groups == []
+    (group,) = alone.prefill_groups
+    assert (group.num_rows, group.runs, group.mask) == (1, [(8, 5)], None)
+    (group,) = plan([decode(100)], window=6).prefill_groups
+    assert sum(length for _, length in group.runs) == 6
 
 
 def test_shorter_rows_are_padded_and_masked() -> None:
@@ -45,8 +54,8 @@ def test_much_shorter_rows_start_a_new_group() -> None:
 
 
 def test_a_sliding_window_limits_the_keys() -> None:
-    (group,) = plan([decode(100)], window=6).decode_groups
-    assert (group.pairs.view(4, 6)[0] // 2).tolist() == [94, 95, 96, 97, 98, 99]
+    (group,) = plan([decode(100), decode(100)], window=6).decode_groups
+    assert (group.pairs.view(8, 6)[0] // 2).tolist() == [94, 95, 96, 97, 98, 99]
 
 
 def test_fresh_spans_of_equal_length_share_a_group() -> None:

@@ -26,11 +26,16 @@ def test_known_families_are_fused_and_others_packed(
     assert isinstance(model.get_output_embeddings(), PackedLinear)
 
 
-def test_tied_embeddings_are_not_stored_twice(model_dirs: dict[str, Path]) -> None:
+def test_a_tied_head_is_packed_beside_the_embeddings(model_dirs: dict[str, Path]) -> None:
     model, facts = load_model(model_dirs["llama"], "float32")
+    weight = model.get_input_embeddings().weight.clone()
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     make_fast(model, facts.geometry)
     head = model.get_output_embeddings()
-    assert head._weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert isinstance(head, PackedLinear)
+    assert torch.equal(model.get_input_embeddings().weight, weight)
+    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(head(x), x @ weight.t(), rtol=1e-5, atol=1e-4)
 
 
 def test_the_original_weights_are_dropped(model_dirs: dict[str, Path]) -> None:
@@ -64,19 +69,16 @@ def test_other_dtypes_keep_their_layers(model_dirs: dict[str, Path]) -> None:
     assert any(isinstance(m, torch.nn.Linear) for m in model.modules())
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 7, 130])
 @pytest.mark.parametrize("width", [48, 256])
-def test_packed_linear_and_its_addition(
-    is_packed: bool, has_bias: bool, num_rows: int, width: int
-) -> None:
+def test_packed_linear_and_its_addition(has_bias: bool, num_rows: int, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(width, 32, generator=generator)
     bias = torch.randn(width, generator=generator) if has_bias else None
     x = torch.randn(num_rows, 32, generator=generator)
     other = torch.randn(num_rows, width, generator=generator)
     expected = torch.nn.functional.linear(x, weight, bias)
-    linear = PackedLinear(weight, bias, is_packed=is_packed)
+    linear = PackedLinear(weight, bias)
     torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(linear.plus(x, other), expected + other, rtol=1e-5, atol=1e-4)

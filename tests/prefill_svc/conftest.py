@@ -134,8 +134,7 @@ def start_worker(
             prefiller,
             metrics,
             geometry=engine.facts.geometry,
-            max_prompts=config.max_prompts,
-            max_step_prompts=config.max_step_prompts,
+            config=config,
         )
         facts = engine.facts.facts()
         identity = Identity(role="prefill", instance_id=config.instance_id, facts=facts)

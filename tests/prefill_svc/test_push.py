@@ -1,0 +1,164 @@
+"""The pusher: order, and what happens when a prompt is given up while its last writes leave."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvproto.digest import RegionDigests
+from kvproto.errors import ConnectionLost, ErrorCode
+from kvproto.messages import Abort, AbortAck, Commit, Prefill
+from prefill_svc.job import Job, JobEvent, JobState
+from prefill_svc.push import Finish, GiveUp, LayerWrite, Pusher
+from tests.prefill_svc.test_job import _GEOMETRY
+
+
+class _Peer:
+    """Remembers what was sent; ``fault`` is raised by the next send."""
+
+    name = "decode/test"
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.fault: Exception | None = None
+        self.is_aborted = False
+
+    async def send(self, message: object) -> None:
+        if self.fault is not None:
+            raise self.fault
+        self.sent.append(message)
+
+    async def flushed(self) -> None:
+        pass
+
+    def abort(self, _reason: str) -> None:
+        self.is_aborted = True
+
+
+class _Writer:
+    """A carrier whose flush takes until the test says so."""
+
+    def __init__(self) -> None:
+        self.num_writes = 0
+        self.flushing = asyncio.Event()
+        self.may_flush = asyncio.Event()
+
+    async def write(self, *_: object) -> None:
+        self.num_writes += 1
+
+    async def flush(self) -> None:
+        self.flushing.set()
+        await self.may_flush.wait()
+
+
+class _Bench:
+    """A pusher between a fake peer and a fake writer, and one job in state PUSHING."""
+
+    def __init__(self) -> None:
+        self.peer, self.writer = _Peer(), _Writer()
+        self.released: list[Job] = []
+        self.pusher = Pusher(
+            cast("Any", self.peer),
+            self.writer,
+            max_items=8,
+            stall_items=2,
+            ack_timeout_s=5.0,
+            on_drained=lambda: None,
+        )
+        self.job = Job(
+            request=Prefill("s", 1, tokens=[1, 2], timeout_s=1.0),
+            peer=cast("Any", self.peer),
+            arrived_at=0.0,
+            expires_at=1e9,
+            digests=RegionDigests(_GEOMETRY),
+            on_release=self.released.append,
+            state=JobState.PUSHING,
+        )
+
+    def layer_write(self) -> LayerWrite:
+        piece: Sequence[memoryview] = (memoryview(bytes(8)), memoryview(bytes(8)))
+        return LayerWrite(self.job, 0, 0, 2, tuple(piece))
+
+
+@pytest.fixture
+def bench() -> _Bench:
+    return _Bench()
+
+
+async def test_given_up_while_the_last_writes_leave(bench: _Bench) -> None:
+    running = asyncio.create_task(bench.pusher.run())
+    bench.pusher.put_nowait(Finish(bench.job))
+    async with asyncio.timeout(5):
+        await bench.writer.flushing.wait()
+        bench.job.give_up_code = ErrorCode.DEADLINE_EXCEEDED
+        bench.pusher.put_nowait(GiveUp(bench.job))
+        bench.job.advance(JobEvent.GIVEN_UP)
+        bench.writer.may_flush.set()
+        while not bench.released:
+            await asyncio.sleep(0)
+    kinds = [type(message) for message in bench.peer.sent]
+    assert kinds == [Abort, AbortAck]
+    assert not running.done(), "the pusher lives on for the other prompts"
+    running.cancel()
+
+
+async def test_commit_follows_the_writes_and_starts_the_acknowledgement_clock(
+    bench: _Bench,
+) -> None:
+    bench.writer.may_flush.set()
+    running = asyncio.create_task(bench.pusher.run())
+    bench.pusher.put_nowait(bench.layer_write())
+    bench.pusher.put_nowait(Finish(bench.job))
+    async with asyncio.timeout(5):
+        while not bench.peer.sent:
+            await asyncio.sleep(0)
+    assert bench.writer.num_writes == 1
+    [commit] = bench.peer.sent
+    assert isinstance(commit, Commit)
+    assert commit.nbytes == 16
+    assert bench.job.state is JobState.COMMITTED
+    assert bench.job.expires_at < 1e9
+    running.cancel()
+
+
+async def test_writes_of_a_prompt_that_is_over_are_skipped(bench: _Bench) -> None:
+    bench.writer.may_flush.set()
+    bench.pusher.put_nowait(bench.layer_write())
+    bench.job.advance(JobEvent.GIVEN_UP)
+    running = asyncio.create_task(bench.pusher.run())
+    async with asyncio.timeout(5):
+        while not bench.released:
+            await asyncio.sleep(0)
+    assert bench.writer.num_writes == 0
+    running.cancel()
+
+
+async def test_a_lost_connection_ends_the_pusher_quietly(bench: _Bench) -> None:
+    bench.writer.may_flush.set()
+    bench.peer.fault = ConnectionLost("gone")
+    bench.pusher.put_nowait(Finish(bench.job))
+    async with asyncio.timeout(5):
+        await bench.pusher.run()
+    assert not bench.peer.is_aborted
+
+
+async def test_a_defect_ends_the_connection(bench: _Bench) -> None:
+    bench.writer.may_flush.set()
+    bench.peer.fault = RuntimeError("a bug")
+    bench.pusher.put_nowait(Finish(bench.job))
+    with pytest.raises(RuntimeError, match="a bug"):
+        async with asyncio.timeout(5):
+            await bench.pusher.run()
+    assert bench.peer.is_aborted
+
+
+async def test_what_was_queued_is_dropped_with_the_connection(bench: _Bench) -> None:
+    bench.pusher.put_nowait(bench.layer_write())
+    bench.pusher.put_nowait(bench.layer_write())
+    bench.pusher.put_nowait(bench.layer_write())
+    assert bench.pusher.is_stalled
+    bench.job.advance(JobEvent.GIVEN_UP)
+    bench.pusher.discard()
+    assert bench.released == [bench.job]
+    assert bench.pusher.stats()["num_items"] == 0
