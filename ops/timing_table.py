@@ -22,12 +22,6 @@ def timing_table(timings: Mapping[str, Any]) -> list[str]:
     return [f"{name:<{_WIDTH}}{value}" for name, value in rows if value]
 
 
-def handoff_nbytes_per_s(timings: Mapping[str, Any]) -> float | None:
-    """KV bytes over handoff time, None if either is missing or zero."""
-    nbytes, handoff_s = timings.get("handoff_nbytes"), timings.get("handoff_s")
-    return float(nbytes) / float(handoff_s) if nbytes and handoff_s else None
-
-
 def _ms(duration_s: Any) -> str:
     return f"{float(duration_s) * 1e3:>9.1f} ms" if duration_s is not None else ""
 
@@ -38,16 +32,15 @@ def _prefill(timings: Mapping[str, Any]) -> str:
 
 
 def _handoff(timings: Mapping[str, Any]) -> str:
+    if timings.get("carrier") == "local":
+        return "     none  (prefilled by the decode worker)"
     text, nbytes = _ms(timings.get("handoff_s")), timings.get("handoff_nbytes")
     if not text or not nbytes:
-        # A short prompt is prefilled by the decode worker itself: nothing is handed over.
-        return "     none  (prefilled by the decode worker)" if "handoff_s" in timings else ""
-    text += f"  {float(nbytes) / 1e6:.2f} MB"
-    if carrier := timings.get("carrier"):
-        text += f" by {carrier}"
-    if (rate := handoff_nbytes_per_s(timings)) is not None:
-        text += f", {rate / 1e6:.0f} MB/s"
-    return text
+        return ""
+    # No rate: most bytes travel while later layers are computed, and only the rest is waited for.
+    return (
+        f"{text}  not hidden by prefill; {float(nbytes) / 1e6:.2f} MB by {timings.get('carrier')}"
+    )
 
 
 def _itl(summary: Any) -> str:

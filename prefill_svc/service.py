@@ -8,7 +8,7 @@ from kvengine.engine import Engine
 from kvengine.errors import EngineError
 from kvproto.announce import announce
 from kvproto.errors import LocalProtocolError
-from kvproto.handshake import Identity
+from kvproto.handshake import DEFAULT_MAX_PAYLOAD_NBYTES, Identity
 from kvproto.messages import Register
 from kvproto.tcp import Server
 from kvproto.tcp import serve as serve_tcp
@@ -20,13 +20,17 @@ from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
 
+# The largest payload a peer accepts, less room for the descriptor.
+_MAX_BODY_NBYTES = DEFAULT_MAX_PAYLOAD_NBYTES - 4096
+
 
 async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     """Load the model, serve until a drain is asked for, finish what was taken on, stop.
 
-    Raises ServiceError, checked in this order: model, listening port, admin port.
+    Raises ServiceError, checked in this order: model, step size, listening port, admin port.
     """
     engine = await asyncio.to_thread(_load_engine, config)
+    _check_step(engine, config)
     metrics = PrefillMetrics()
     prefiller = Prefiller(engine, config, metrics)
     server = PrefillServer(
@@ -105,6 +109,16 @@ def _load_engine(config: PrefillConfig) -> Engine:
     except EngineError as exc:
         raise ServiceError(str(exc)) from exc
     return engine
+
+
+def _check_step(engine: Engine, config: PrefillConfig) -> None:
+    """One layer of one chunk is one frame, which the peer must accept."""
+    max_step_tokens = _MAX_BODY_NBYTES // engine.facts.geometry.write_nbytes(1)
+    if config.max_step_tokens > max_step_tokens:
+        raise ServiceError(
+            f"max_step_tokens is {config.max_step_tokens}, but a frame holds {max_step_tokens} "
+            f"tokens of a layer of {engine.facts.name}; set max_step_tokens to at most that."
+        )
 
 
 async def _listen(config: PrefillConfig, identity: Identity, server: PrefillServer) -> Server:

@@ -84,8 +84,9 @@ def prepare(
 ) -> ConfigT:
     """Load the config and set the process up: encoding, logs, CPUs, parent watch.
 
-    The returned config has a real ``instance_id`` and a real number of ``threads``. Raises
-    ServiceError, checked in this order: encoding, settings, CPUs.
+    The returned config has an ``instance_id`` that no other process ever had (the configured name
+    and a random part, so that peers tell a restarted worker from the one they knew) and a real
+    number of ``threads``. Raises ServiceError, checked in this order: encoding, settings, CPUs.
     """
     check_encoding()
     config = load_config(config_class, flags, os.environ, config_path, section)
@@ -94,7 +95,7 @@ def prepare(
     num_cpus = pin_cpus(config.cpus)
     config = replace(
         config,
-        instance_id=config.instance_id or f"{section}-{secrets.token_hex(4)}",
+        instance_id=f"{config.instance_id or section}-{secrets.token_hex(4)}",
         threads=config.threads or num_cpus,
     )
     configure_logging(section, config.log_level, config.log_format, instance_id=config.instance_id)

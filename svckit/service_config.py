@@ -37,7 +37,9 @@ class ServiceConfig:
     log_format: Literal["auto", "console", "json"] = option(
         "auto is console on a terminal and json elsewhere.", default="auto"
     )
-    instance_id: str = option("Name of this process; made up at start if empty.", default="")
+    instance_id: str = option(
+        "Name of this worker; each process adds a random part of its own.", default=""
+    )
     drain_timeout_s: float = option(
         "How long running requests may take to finish after SIGTERM.",
         default=30.0,

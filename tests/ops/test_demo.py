@@ -22,7 +22,7 @@ def test_answer_table_and_a_clean_end(fake_services: FakeServices) -> None:
     assert process.returncode == 0, errors
     assert "> Why?" in output
     assert "An answer." in output
-    assert "handoff                    50.0 ms  5.00 MB by tcp, 100 MB/s" in output
+    assert "handoff                    50.0 ms  not hidden by prefill; 5.00 MB by tcp" in output
     assert len(fake_services.pids()) == 3
     assert not any(is_alive(pid) for pid in fake_services.pids())
 

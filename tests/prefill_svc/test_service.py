@@ -53,3 +53,9 @@ async def test_a_busy_port(tiny_model_dir: Any) -> None:
 async def test_listening_for_everybody_needs_a_secret(tiny_model_dir: Any) -> None:
     sentence = await _sentence(_config(tiny_model_dir("llama"), listen_host="0.0.0.0"))
     assert "secret" in sentence
+
+
+async def test_a_step_that_fits_no_frame(tiny_model_dir: Any) -> None:
+    sentence = await _sentence(_config(tiny_model_dir("llama"), max_step_tokens=1 << 20))
+    assert "max_step_tokens" in sentence
+    assert str(((64 << 20) - 4096) // 256) in sentence

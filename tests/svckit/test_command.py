@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -73,19 +74,22 @@ def test_config_file_variables_and_flags_reach_the_service(
         *(PROGRAM, "--config", str(config), "--cpus", str(cpu)),
         env={"PD_PREFILL_INSTANCE_ID": "variable"},
     )
-    assert first_line(process) == {"threads": 1, "id": "variable", "model": "/m", "cpus": [cpu]}
+    facts = first_line(process)
+    instance_id = facts.pop("id")
+    assert re.fullmatch("variable-[0-9a-f]{8}", instance_id)
+    assert facts == {"threads": 1, "model": "/m", "cpus": [cpu]}
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert json.loads(errors.splitlines()[0])["instance_id"] == "variable"
+    assert json.loads(errors.splitlines()[0])["instance_id"] == instance_id
 
 
-def test_an_instance_id_is_made_up(start_program: Start, tmp_path: Path) -> None:
+def test_every_process_has_an_instance_id_of_its_own(start_program: Start, tmp_path: Path) -> None:
     (tmp_path / "sample_service.py").write_text(WORKING, encoding="utf-8")
-    process = start_program(PROGRAM, "--model", "/m")
-    facts = first_line(process)
-    assert facts["id"].startswith("prefill-")
-    assert facts["threads"] == len(os.sched_getaffinity(0))
+    facts = [first_line(start_program(PROGRAM, "--model", "/m")) for _ in range(2)]
+    assert all(re.fullmatch("prefill-[0-9a-f]{8}", fact["id"]) for fact in facts)
+    assert facts[0]["id"] != facts[1]["id"]
+    assert facts[0]["threads"] == len(os.sched_getaffinity(0))
 
 
 def test_the_end_of_the_supervisor_drains(start_program: Start, tmp_path: Path) -> None:
