@@ -197,6 +197,12 @@ def main() -> int:
         "--prompt-tokens", type=int, nargs="+", default=[64, 512], help="tokens per prompt"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument(
+        "--row-copies",
+        choices=["auto", "yes", "no"],
+        default="auto",
+        help="second layout of some weights for single rows, as a decode worker's --row-copies",
+    )
     parser.add_argument("--decode-steps", type=int, default=24)
     parser.add_argument("--prefill-steps", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
@@ -205,6 +211,7 @@ def main() -> int:
     engine = Engine.load(
         options.model,
         num_threads=options.threads,
+        has_row_copies={"auto": None, "yes": True, "no": False}[options.row_copies],
         kv_pool_nbytes=pool_nbytes(
             options.model,
             max(
@@ -217,7 +224,10 @@ def main() -> int:
         options.model, dtype=torch.float32, attn_implementation="sdpa"
     )
     ours, reference = Ours(engine), Reference(model.eval())
-    print(f"{engine.facts.name}, float32, {options.threads} threads, torch {torch.__version__}")
+    print(
+        f"{engine.facts.name}, float32, {options.threads} threads, torch {torch.__version__}, "
+        f"{'with' if engine.has_row_copies else 'without'} row copies"
+    )
     results: list[dict[str, Any]] = []
     with torch.inference_mode():
         for batch in options.batches:

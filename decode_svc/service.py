@@ -61,6 +61,7 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
         lifecycle,
         lambda: {
             **decoder.stats(),
+            "has_row_copies": engine.has_row_copies,
             "leases": leases.stats(),
             "routers": server.stats(),
             "prefill_workers": peers.stats(),
@@ -124,6 +125,7 @@ def _load_engine(config: DecodeConfig) -> Engine:
             kv_pool_nbytes=config.kv_pool_nbytes,
             block_size=config.block_size,
             max_model_len=config.max_model_len or None,
+            has_row_copies={"auto": None, "yes": True, "no": False}[config.row_copies],
         )
         engine.warm_up()
     except EngineError as exc:

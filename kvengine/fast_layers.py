@@ -4,7 +4,7 @@ Decoder layers of known families are replaced by `FusedDecoderLayer`, every othe
 `PackedLinear`. A replacement is kept only if it reproduces the original on random input; if not,
 the original stays and a sentence says so. The weights are packed layer by layer and the originals
 dropped, so the peak is the model plus one layer. An output matrix tied to the embeddings is packed
-beside them: that is the one weight stored twice.
+beside them. Nothing else is stored twice unless second layouts for single rows are asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from kvengine.forward_batch import ForwardBatch
 from kvengine.fused_layer import FusedDecoderLayer
 from kvengine.kv_pool import KvPool
-from kvengine.packed_linear import PackedLinear, can_pack
+from kvengine.packed_linear import PackedLinear, can_pack, needs_row_copy
 from kvengine.span import Span
 from kvproto.geometry import KvGeometry, PoolLayout
 
@@ -78,7 +78,9 @@ class _LayerProbe:
         return torch.cat(parts), windows
 
 
-def _fuse_decoder_layers(model: PreTrainedModel, geometry: KvGeometry) -> list[str]:
+def _fuse_decoder_layers(
+    model: PreTrainedModel, geometry: KvGeometry, *, has_row_copies: bool
+) -> list[str]:
     layers = getattr(model.base_model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return []
@@ -90,7 +92,7 @@ def _fuse_decoder_layers(model: PreTrainedModel, geometry: KvGeometry) -> list[s
         try:
             expected, windows = probe.run(layer)
             (sliding_window,) = windows
-            fused = FusedDecoderLayer(layer, sliding_window)
+            fused = FusedDecoderLayer(layer, sliding_window, has_row_copies=has_row_copies)
             error = _worst_error(probe.run(fused)[0], expected)
         except (RuntimeError, AttributeError, TypeError, ValueError) as failure:
             fallbacks.append(f"Layer {index} keeps transformers' code: {failure}")
@@ -117,20 +119,23 @@ def drops_rows(model: PreTrainedModel) -> bool:
     )
 
 
-def _pack_linear(linear: nn.Linear) -> PackedLinear | None:
+def _pack_linear(linear: nn.Linear, *, has_row_copy: bool) -> PackedLinear | None:
     """Return the packed twin of a linear layer, or None if it does not reproduce it."""
-    packed = PackedLinear(linear.weight, linear.bias)
-    x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0))
-    return packed if _worst_error(packed(x), linear(x)) <= _TOLERANCE else None
+    packed = PackedLinear(linear.weight, linear.bias, has_row_copy=has_row_copy)
+    for num_rows in (1, 3):
+        x = torch.randn(num_rows, linear.in_features, generator=torch.Generator().manual_seed(0))
+        if not _worst_error(packed(x), linear(x)) <= _TOLERANCE:
+            return None
+    return packed
 
 
-def _pack_linears(model: PreTrainedModel) -> list[str]:
+def _pack_linears(model: PreTrainedModel, *, has_row_copies: bool) -> list[str]:
     fallbacks: list[str] = []
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is not nn.Linear:
                 continue
-            packed = _pack_linear(child)
+            packed = _pack_linear(child, has_row_copy=has_row_copies)
             if packed is None:
                 fallbacks.append(f"{path}.{name} keeps transformers' code: its twin is off.")
                 continue
@@ -150,12 +155,24 @@ def _leave_the_file(model: PreTrainedModel) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def make_fast(model: PreTrainedModel, geometry: KvGeometry) -> list[str]:
+def row_copies_nbytes(model: PreTrainedModel) -> int:
+    """Return what second layouts for single rows would take: see ``PackedLinear``."""
+    return sum(
+        module.weight.numel() * module.weight.element_size()
+        for module in model.modules()
+        if type(module) is nn.Linear and needs_row_copy(module.out_features)
+    )
+
+
+def make_fast(
+    model: PreTrainedModel, geometry: KvGeometry, *, has_row_copies: bool = False
+) -> list[str]:
     """Replace layers of `model` in place by faster ones that compute the same.
 
     Args:
         model: loaded for paged attention, on the CPU.
         geometry: of its KV.
+        has_row_copies: keep a second layout of some weights, which makes single rows faster.
 
     Returns:
         One sentence per layer that kept transformers' code although its family is known.
@@ -163,6 +180,6 @@ def make_fast(model: PreTrainedModel, geometry: KvGeometry) -> list[str]:
     if not can_pack(model.dtype):
         return []
     with torch.inference_mode():
-        fallbacks = _fuse_decoder_layers(model, geometry)
+        fallbacks = _fuse_decoder_layers(model, geometry, has_row_copies=has_row_copies)
         _leave_the_file(model)
-        return fallbacks + _pack_linears(model)
+        return fallbacks + _pack_linears(model, has_row_copies=has_row_copies)

@@ -12,6 +12,7 @@ embedding, SiLU-gated MLP, two residuals), checked against it when the model is 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -42,12 +43,15 @@ class FusedDecoderLayer(nn.Module):
     Args:
         layer: the original, float32; its weights are copied, and it may be dropped afterwards.
         sliding_window: what the original asks of attention.
+        has_row_copies: see ``PackedLinear``.
 
     Attributes:
         is_last: no layer follows, so rows without logits may be dropped once K and V are written.
     """
 
-    def __init__(self, layer: nn.Module, sliding_window: int | None) -> None:
+    def __init__(
+        self, layer: nn.Module, sliding_window: int | None, *, has_row_copies: bool = False
+    ) -> None:
         super().__init__()
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
@@ -61,13 +65,14 @@ class FusedDecoderLayer(nn.Module):
         self.kv_width = int(attention.k_proj.out_features)
         hidden_size = int(attention.q_proj.in_features)
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.qkv = PackedLinear(_fold(norms[0], *projections), _biases(*projections))
-        self.o = PackedLinear(attention.o_proj.weight, attention.o_proj.bias)
+        pack = functools.partial(PackedLinear, has_row_copy=has_row_copies)
+        self.qkv = pack(_fold(norms[0], *projections), _biases(*projections))
+        self.o = pack(attention.o_proj.weight, attention.o_proj.bias)
         self.gate_width = int(mlp.gate_proj.out_features)
-        self.gate_up = PackedLinear(
+        self.gate_up = pack(
             _fold(norms[1], mlp.gate_proj, mlp.up_proj), _biases(mlp.gate_proj, mlp.up_proj)
         )
-        self.down = PackedLinear(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.down = pack(mlp.down_proj.weight, mlp.down_proj.bias)
         self._floors = [
             torch.tensor(math.sqrt(hidden_size * norm.variance_epsilon)) for norm in norms
         ]

@@ -173,3 +173,30 @@ def test_default_model_equals_transformers(default_model_dir: Path) -> None:
     assert engine.fallbacks == ()
     mixed = engine_greedy(engine, prompts, 32, seed=1, chunk_sizes=(64, 256, 3000))
     assert mixed == expected
+
+
+@pytest.mark.parametrize(("wish", "is_kept"), [(True, True), (False, False), (None, True)])
+def test_row_copies_change_no_token(
+    wish: bool | None, is_kept: bool, model_dirs: dict[str, Path]
+) -> None:
+    """A tiny model's copies always fit; with them one row takes another layout than two."""
+    engine = Engine.load(
+        model_dirs["llama"], num_threads=1, kv_pool_nbytes=4 << 20, has_row_copies=wish
+    )
+    assert engine.has_row_copies is is_kept
+    alone = engine.forward([Span([5, 6, 7], 0, [0]), Span([8, 9], 0, [1])])
+    for row, tokens in enumerate(([5, 6, 7], [8, 9])):
+        for index, token in enumerate(tokens):
+            one_by_one = engine.forward([Span([token], index, [2])])
+        torch.testing.assert_close(one_by_one[0], alone[row], rtol=1e-4, atol=1e-4)
+
+
+def test_no_copies_where_memory_is_short(
+    model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvengine.engine.available_nbytes", lambda: 0)
+    monkeypatch.setattr("kvengine.engine.row_copies_nbytes", lambda _: 1)
+    engine = Engine.load(
+        model_dirs["llama"], num_threads=1, kv_pool_nbytes=4 << 20, has_row_copies=None
+    )
+    assert not engine.has_row_copies

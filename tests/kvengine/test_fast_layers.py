@@ -69,16 +69,19 @@ def test_other_dtypes_keep_their_layers(model_dirs: dict[str, Path]) -> None:
     assert any(isinstance(m, torch.nn.Linear) for m in model.modules())
 
 
+@pytest.mark.parametrize("has_row_copy", [True, False])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 7, 130])
 @pytest.mark.parametrize("width", [48, 256])
-def test_packed_linear_and_its_addition(has_bias: bool, num_rows: int, width: int) -> None:
+def test_packed_linear_and_its_addition(
+    has_row_copy: bool, has_bias: bool, num_rows: int, width: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(width, 32, generator=generator)
     bias = torch.randn(width, generator=generator) if has_bias else None
     x = torch.randn(num_rows, 32, generator=generator)
     other = torch.randn(num_rows, width, generator=generator)
     expected = torch.nn.functional.linear(x, weight, bias)
-    linear = PackedLinear(weight, bias)
+    linear = PackedLinear(weight, bias, has_row_copy=has_row_copy)
     torch.testing.assert_close(linear(x), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(linear.plus(x, other), expected + other, rtol=1e-5, atol=1e-4)
