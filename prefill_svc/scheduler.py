@@ -3,6 +3,8 @@
 Two wishes pull apart: the oldest prompt must never starve, and short prompts must not wait for
 the whole of a long one. Half of the token budget is the oldest prompt's by right; the other half
 goes to the prompts with the fewest tokens left, and whatever they leave over returns to the oldest.
+Every prompt that has been started gets at least a little, because its decode worker takes silence
+for a stall.
 A prompt is admitted only when the pool can hold all of it, so a started prompt always finishes.
 
 No clock, no randomness, no I/O: the service and a simulator call the same function.
@@ -93,10 +95,16 @@ def _share(candidates: Sequence[PromptView], max_step_tokens: int) -> dict[str, 
     shares = {prompt.sequence_id: 0 for prompt in candidates}
     shares[oldest.sequence_id] = by_right
     left = max_step_tokens - by_right
+    floor = max(1, max_step_tokens // (4 * len(candidates)))
+    for prompt in candidates[1:]:
+        if prompt.num_computed_tokens:
+            given = min(prompt.num_remaining_tokens, floor, left)
+            shares[prompt.sequence_id] = given
+            left -= given
     # sorted() is stable: among equals the older prompt comes first.
     for prompt in sorted(candidates[1:], key=lambda p: p.num_remaining_tokens):
-        given = min(prompt.num_remaining_tokens, left)
-        shares[prompt.sequence_id] = given
+        given = min(prompt.num_remaining_tokens - shares[prompt.sequence_id], left)
+        shares[prompt.sequence_id] += given
         left -= given
     shares[oldest.sequence_id] += min(left, oldest.num_remaining_tokens - by_right)
     return shares

@@ -31,6 +31,21 @@ def test_short_ones_do_not_starve_the_oldest() -> None:
     assert _shares(plan)["0"] == 128
 
 
+def test_a_started_prompt_always_advances() -> None:
+    """Its decode worker would take silence for a stall, however many short prompts come."""
+    started = PromptView("started", 5000, 100, 0)
+    shorts = [PromptView(f"short{i}", 100, 0, 0) for i in range(14)]
+    plan = plan_step(
+        [PromptView("oldest", 9000, 2000, 0), started, *shorts],
+        max_step_tokens=256,
+        max_step_prompts=16,
+        num_free_blocks=0,
+    )
+    assert _shares(plan)["started"] == 4
+    assert _shares(plan)["oldest"] == 128
+    assert sum(_shares(plan).values()) == 256
+
+
 def test_admission_stops_at_the_first_prompt_that_does_not_fit() -> None:
     prompts = [PromptView("a", 160, 0, 10), PromptView("b", 320, 0, 20), PromptView("c", 16, 0, 1)]
     plan = plan_step(prompts, max_step_tokens=64, max_step_prompts=8, num_free_blocks=15)
