@@ -19,8 +19,8 @@ from decode_svc.letter_box import Cancelled, LetterBox, Lost
 from decode_svc.metrics import DecodeMetrics
 from decode_svc.prefill_peers import PrefillPeers
 from kvproto.blocks import BlockPool
-from kvproto.digest import digest_blocks
-from kvproto.errors import DigestMismatch, ErrorCode, KvProtoError
+from kvproto.digest import check_digests, digest_blocks
+from kvproto.errors import ErrorCode, KvProtoError
 from kvproto.geometry import PoolLayout
 from kvproto.lease import LeaseTable
 from kvproto.messages import (
@@ -243,12 +243,9 @@ class Fetcher:
         digests = await asyncio.to_thread(
             digest_blocks, self._layout, self._pool, handoff.block_table, commit.num_tokens
         )
-        if digests != list(commit.digests):
-            raise DigestMismatch(
-                "the KV that landed differs from the KV that was sent; the handoff is repeated "
-                "elsewhere, but look for a faulty link or memory",
-                sequence_id=handoff.sequence_id,
-            )
+        check_digests(
+            self._layout.geometry, commit.digests, digests, sequence_id=handoff.sequence_id
+        )
 
     def _take_back(self, handoff: Handoff, generation: int) -> None:
         """Nobody writes any more: the quarantined blocks, if any, belong to the sequence again.

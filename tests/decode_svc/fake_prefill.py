@@ -33,6 +33,7 @@ class FakePrefill:
     acks_aborts: bool = True
     seen: list[Message] = field(default_factory=list)
     server: Server | None = None
+    num_connections: int = 0
 
     @property
     def address(self) -> PrefillWorker:
@@ -52,6 +53,7 @@ class FakePrefill:
             await self.server.wait_closed()
 
     async def _handle(self, peer: Peer) -> None:
+        self.num_connections += 1
         async with asyncio.TaskGroup() as tasks:
             async for message in peer:
                 self.seen.append(message)

@@ -239,3 +239,30 @@ async def test_handoffs_that_wait_for_a_dead_host_do_not_queue_up_their_time_out
         assert codes == {ErrorCode.PREFILL_UNAVAILABLE}
         await worker.assert_nothing_is_left()
     silent.close()
+
+
+async def test_a_write_behind_its_abort_ack_ends_the_connection(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int]
+) -> None:
+    liar = await fake_worker("liar", fake_prefill.stalls_in_the_middle)
+    good = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine(), stall_timeout_s=0.3) as worker:
+        # What the lease table would say if half a WRITE had come after ABORT_ACK.
+        is_cut = False
+        quiesced = worker.leases.quiesced
+
+        def half_received(generation: int) -> bool:
+            nonlocal is_cut
+            if generation == 1 and not is_cut:
+                is_cut = True
+                return False
+            return bool(quiesced(generation))
+
+        worker.leases.quiesced = half_received
+        await worker.generate("s", _PROMPT, [liar.address, good.address])
+        assert (await worker.outcomes(1))["s"].tokens == expected
+        assert is_cut
+        await worker.generate("t", _PROMPT, [liar.address, good.address])
+        assert (await worker.outcomes(1))["t"].tokens == expected
+        assert liar.num_connections == 2
+        await worker.assert_nothing_is_left()

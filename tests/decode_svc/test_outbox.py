@@ -62,3 +62,29 @@ async def test_a_router_that_falls_behind_is_cut_off() -> None:
         with pytest.raises(ConnectionLost):
             await router.receive()
     await server.close()
+
+
+async def test_flush_ends_when_nobody_is_left_to_send_to() -> None:
+    outboxes: asyncio.Queue[Outbox] = asyncio.Queue(1)
+
+    async def handle(peer: Peer) -> None:
+        outboxes.put_nowait(Outbox(peer))
+        await peer.wait_closed()
+
+    server = await serve(
+        "127.0.0.1", 0, identity=Identity(role="decode", instance_id="d"), handler=handle
+    )
+    router = await connect(
+        "127.0.0.1", server.port, identity=Identity(role="router", instance_id="r"), timeout_s=5
+    )
+    async with asyncio.timeout(10):
+        outbox = await outboxes.get()
+        for _ in range(3):
+            outbox.put(Accepted("s"))
+        router.abort("gone")
+        await outbox.peer.wait_closed()
+        await outbox.run()
+        await outbox.flush()
+        outbox.put(Accepted("late"))
+        assert outbox.stats()["num_messages"] == 0
+    await server.close()

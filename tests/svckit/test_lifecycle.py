@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from svckit.errors import InvalidTransition, ServiceError
+from svckit.errors import DrainDeadlineError, InvalidTransition, ServiceError
 from svckit.lifecycle import TRANSITIONS, Lifecycle, State, Step, run_service
 
 Start = Callable[..., Popen[str]]
@@ -203,3 +203,14 @@ def test_third_signal_ends_work_that_swallows_its_cancellation(start_program: St
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_work_left_at_the_drain_deadline_is_a_sentence_and_exit_code_3(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async def main(_lifecycle: Lifecycle) -> None:
+        async with asyncio.TaskGroup():
+            raise DrainDeadlineError("Two prompts were left.")
+
+    assert run_service(main) == 3
+    assert "Two prompts were left.\n" in capfd.readouterr().err
