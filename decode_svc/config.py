@@ -47,6 +47,12 @@ class DecodeConfig(WorkerConfig):
         minimum=1,
         maximum=1 << 16,
     )
+    max_sequences_per_peer: int = option(
+        "Most sequences of one router or client; more are refused, so that others find room.",
+        default=192,
+        minimum=1,
+        maximum=1 << 16,
+    )
     local_prefill_tokens: int = option(
         "Prompts of at most this many tokens are prefilled here, without a handoff.",
         default=16,

@@ -63,8 +63,8 @@ class Decoder:
     def submit(self, request: Generate, outbox: Outbox) -> None:
         """Take on a sequence.
 
-        Raises SequenceRefused, checked in this order: draining, table full, repeated id, and what
-        ``check_sequence`` refuses.
+        Raises SequenceRefused, checked in this order: draining, table full, too many of this
+        peer, repeated id, and what ``check_sequence`` refuses.
         """
         if self.is_draining:
             raise SequenceRefused(ErrorCode.SHUTTING_DOWN, "this decode worker is draining")
@@ -72,6 +72,15 @@ class Decoder:
             raise SequenceRefused(
                 ErrorCode.OVERLOADED,
                 f"this decode worker already has {len(self._sequences)} sequences (max_sequences)",
+            )
+        num_of_peer = sum(
+            _instance(sequence.outbox) == _instance(outbox) for sequence in self._sequences.values()
+        )
+        if num_of_peer >= self._config.max_sequences_per_peer:
+            raise SequenceRefused(
+                ErrorCode.OVERLOADED,
+                f"this decode worker already has {num_of_peer} sequences of "
+                f"{outbox.peer.remote.instance_id} (max_sequences_per_peer)",
             )
         if request.sequence_id in self._sequences:
             raise SequenceRefused(ErrorCode.MALFORMED, "sequence_id: already in work")
@@ -348,6 +357,11 @@ class Decoder:
                         f"not finished in time (state {sequence.state.name.lower()})",
                     )
                     self._wake.set()
+
+
+def _instance(outbox: Outbox) -> tuple[str, str]:
+    """Whose connection it is: one instance may have several."""
+    return (outbox.peer.remote.role, outbox.peer.remote.instance_id)
 
 
 def _view(sequence: Sequence) -> SequenceView:

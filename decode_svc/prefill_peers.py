@@ -5,6 +5,7 @@ than the router named has been restarted meanwhile and is refused: the router wi
 """
 
 import asyncio
+import ssl
 import time
 from dataclasses import dataclass, field
 
@@ -33,10 +34,18 @@ class _Door:
 class PrefillPeers:
     """The connections, and the letter boxes of the handoffs that run over them."""
 
-    def __init__(self, identity: Identity, leases: LeaseTable, *, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        leases: LeaseTable,
+        *,
+        connect_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._identity = identity
         self._leases = leases
         self._connect_timeout_s = connect_timeout_s
+        self._tls = tls
         self._peers: dict[str, Peer] = {}
         self._doors: dict[str, _Door] = {}
         self._boxes: dict[tuple[Peer, str, int], LetterBox] = {}
@@ -105,6 +114,7 @@ class PrefillPeers:
             identity=self._identity,
             landing=self._leases,
             timeout_s=self._connect_timeout_s,
+            tls=self._tls,
         )
         for fact, wanted, found in (
             ("role", "prefill", peer.remote.role),

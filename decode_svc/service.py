@@ -23,13 +23,15 @@ from kvproto.tcp import serve as serve_tcp
 from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
+from svckit.tls import TlsContexts, load_tls
 
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     """Load the model, serve until a drain is asked for, finish what was taken on, stop.
 
-    Raises ServiceError, checked in this order: model, listening port, admin port.
+    Raises ServiceError, checked in this order: TLS files, model, listening port, admin port.
     """
+    tls = load_tls(config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
     engine = await asyncio.to_thread(_load_engine, config)
     metrics = DecodeMetrics()
     identity = Identity(
@@ -40,7 +42,12 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     )
     blocks = BlockPool(engine.num_blocks)
     leases = LeaseTable(engine.kv_pool.layout, engine.kv_pool.region, blocks)
-    peers = PrefillPeers(identity, leases, connect_timeout_s=config.connect_timeout_s)
+    peers = PrefillPeers(
+        identity,
+        leases,
+        connect_timeout_s=config.connect_timeout_s,
+        tls=tls.client,
+    )
     fetcher = Fetcher(
         peers,
         leases,
@@ -53,7 +60,7 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     )
     decoder = Decoder(engine, blocks, fetcher, config, metrics)
     server = DecodeServer(decoder, metrics)
-    listener = await _listen(config, identity, server)
+    listener = await _listen(config, identity, server, tls)
     admin = AdminServer(
         "127.0.0.1",
         config.admin_port,
@@ -93,6 +100,7 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
                     load=decoder.load,
                     stop=stop,
                     on_state=_log_registration,
+                    tls=tls.client,
                 ),
                 name="announce",
             )
@@ -133,10 +141,16 @@ def _load_engine(config: DecodeConfig) -> Engine:
     return engine
 
 
-async def _listen(config: DecodeConfig, identity: Identity, server: DecodeServer) -> Server:
+async def _listen(
+    config: DecodeConfig, identity: Identity, server: DecodeServer, tls: TlsContexts
+) -> Server:
     try:
         return await serve_tcp(
-            config.listen_host, config.listen_port, identity=identity, handler=server.handle
+            config.listen_host,
+            config.listen_port,
+            identity=identity,
+            handler=server.handle,
+            tls=tls.server,
         )
     except LocalProtocolError as exc:
         raise ServiceError(str(exc)) from exc

@@ -7,6 +7,7 @@ back-off. Failures are reported, never raised.
 
 import asyncio
 import random
+import ssl
 from collections.abc import Callable
 from typing import Final
 
@@ -32,20 +33,25 @@ async def announce(
     load: Callable[[], Renew],
     stop: asyncio.Event,
     on_state: Callable[[bool, str], None],
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Keep this worker registered at the router until ``stop`` is set.
 
     ``load`` gives the RENEW to send, at once after registration and then every ``lease_s / 3``.
     ``on_state(is_registered, sentence)`` is called at each change and for each failed attempt.
     Between attempts it waits 0.2 s, doubling to 2 s, with jitter, so that workers do not come
-    back all at once.
+    back all at once. ``tls`` as for ``kvproto.tcp.connect``.
     """
     backoff_s = MIN_BACKOFF_S
     address = f"{router_host}:{router_port}"
     while not stop.is_set():
         try:
             peer = await connect(
-                router_host, router_port, identity=identity, timeout_s=CONNECT_TIMEOUT_S
+                router_host,
+                router_port,
+                identity=identity,
+                timeout_s=CONNECT_TIMEOUT_S,
+                tls=tls,
             )
             try:
                 lease_s = await _register(peer, registration)

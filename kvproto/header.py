@@ -45,6 +45,8 @@ HEADER_NBYTES: Final = 32
 # The header check covers everything before the checksum word.
 CHECKED_NBYTES: Final = 24
 _LOW_32: Final = 0xFFFF_FFFF
+# How every connection of TLS begins.
+_TLS_HANDSHAKE: Final = b"\x16\x03"
 
 
 class ByteOrder(IntEnum):
@@ -134,7 +136,11 @@ class Header:
         if raw[:4] != MAGIC:
             raise BadMagic(
                 f"a frame starts with {raw[:4].hex(' ')} instead of {MAGIC.hex(' ')}; "
-                "the peer does not speak kvproto, or the stream is torn"
+                + (
+                    "the peer uses TLS and this side does not; start both with TLS or both without"
+                    if raw[:2] == _TLS_HANDSHAKE
+                    else "the peer does not speak kvproto, or the stream is torn"
+                )
             )
         if raw[4] != VERSION:
             raise UnsupportedVersion(

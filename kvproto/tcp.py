@@ -5,6 +5,7 @@ socket without a copy. Source: docs/wire.md; the protocol itself is in ``connect
 """
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 
 from kvproto.buffer import total_nbytes
@@ -16,6 +17,7 @@ from kvproto.messages import Write
 from kvproto.tcp_driver import TcpDriver
 from kvproto.tcp_peer import Peer
 from kvproto.tcp_server import Server, serve
+from kvproto.tls_stream import check_context
 
 __all__ = ["Peer", "Server", "TcpWriter", "connect", "serve"]
 
@@ -28,14 +30,24 @@ async def connect(
     landing: Landing | None = None,
     timeout_s: float,
     keepalive_s: float = 5.0,
+    tls: ssl.SSLContext | None = None,
 ) -> Peer:
     """Connect and do the handshake, both within ``timeout_s``.
 
-    Raises ConnectionLost (nobody listens, or the peer went away), DeadlineExceeded,
-    HandshakeRefused, AuthenticationFailed, PeerError (overloaded), RemoteProtocolError.
+    ``tls``: context for the dialling side, which must demand a certificate of the peer; None for
+    a plain connection. The handshake of kvproto, secret included, is the same above TLS.
+
+    Raises LocalProtocolError (a context that demands no certificate), ConnectionLost (nobody
+    listens, or the peer went away), DeadlineExceeded, HandshakeRefused (field ``tls``: the peer
+    does not use TLS), AuthenticationFailed (secret or certificate), PeerError (overloaded),
+    RemoteProtocolError.
     """
+    if tls is not None:
+        check_context(tls)
     loop = asyncio.get_running_loop()
-    driver = TcpDriver(identity, is_server=False, landing=landing, keepalive_s=keepalive_s)
+    driver = TcpDriver(
+        identity, is_server=False, landing=landing, keepalive_s=keepalive_s, tls=tls, host=host
+    )
     try:
         async with asyncio.timeout(timeout_s):
             await loop.create_connection(lambda: driver, host, port)

@@ -10,12 +10,16 @@ How a connection ends (each way is idempotent):
                    peer's FIN or a deadline. Closing at once would make the kernel answer late
                    bytes with RST, and the peer could lose our last words.
     abort          RST, now.
+
+With TLS (``TlsStream``) the same holds: close_notify goes before FIN, and the end of the stream is
+clean only behind the peer's close_notify.
 """
 
 import asyncio
 import logging
 import secrets
 import socket
+import ssl
 import sys
 from collections import deque
 from typing import Final, cast
@@ -27,6 +31,7 @@ from kvproto.events import Ended, Event, HandshakeDone, MessageReceived, WriteRe
 from kvproto.handshake import Identity
 from kvproto.messages import Hello, Message, Ping
 from kvproto.state import ConnectionState
+from kvproto.tls_stream import TlsStream
 
 logger = logging.getLogger("kvproto.tcp")
 
@@ -40,6 +45,8 @@ RESUME_QUEUED_MESSAGES: Final = 32
 # A peer that makes us answer but does not read our answers is aborted after this many.
 MAX_UNREAD_REPLIES: Final = 1024
 SILENT_KEEPALIVES: Final = 3
+# Encrypted bytes of one read. All of them are decrypted at once, so this is the size of an inbox.
+TLS_READ_NBYTES: Final = 64 * 1024
 FAULT_LINGER_S: Final = 1.0
 CLOSE_LINGER_S: Final = 5.0
 # struct linger of this host's kernel: on, for 0 seconds.
@@ -54,6 +61,8 @@ class TcpDriver(asyncio.BufferedProtocol):
         is_server: True for the side that accepted.
         landing: where WRITE bodies go.
         keepalive_s: a PING is sent this often; three times as long in silence aborts.
+        tls: context for this side, or None for a plain connection.
+        host: what was dialled, for a context that checks host names.
     """
 
     def __init__(
@@ -63,6 +72,8 @@ class TcpDriver(asyncio.BufferedProtocol):
         is_server: bool,
         landing: Landing | None,
         keepalive_s: float,
+        tls: ssl.SSLContext | None = None,
+        host: str = "",
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._keepalive_s = keepalive_s
@@ -74,10 +85,13 @@ class TcpDriver(asyncio.BufferedProtocol):
         self._num_flushing = 0
         self._num_unread_replies = 0
         self._num_pings = 0
+        self._is_ending = False
+        self._tls = None if tls is None else TlsStream(tls, is_server=is_server, host=host)
+        self._encrypted = memoryview(b"" if tls is None else bytearray(TLS_READ_NBYTES))
         self.connection = Connection(
             identity, nonce=secrets.token_bytes(32), is_server=is_server, landing=landing
         )
-        self.address = "?"
+        self.host = self.address = "?"
         self.remote: Hello | None = None
         self.inbox: deque[Message] = deque()
         self.error: KvProtoError | None = None
@@ -93,33 +107,40 @@ class TcpDriver(asyncio.BufferedProtocol):
     # -- asyncio callbacks ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send HELLO at once."""
+        """Send HELLO at once, or begin the handshake of TLS."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(HIGH_WATER_NBYTES, LOW_WATER_NBYTES)
         connected = transport.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        host, port = transport.get_extra_info("peername")[:2]
-        self.address = f"{host}:{port}"
+        self.host, port = transport.get_extra_info("peername")[:2]
+        self.address = f"{self.host}:{port}"
         self._received_at = self._loop.time()
         self._schedule_keepalive()
+        if self._tls is not None:
+            self._begin_tls(self._tls)
         self._write_pending()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes belong."""
-        return self.connection.next_buffer()
+        return self.connection.next_buffer() if self._tls is None else self._encrypted
 
     def buffer_updated(self, nbytes: int) -> None:
         """Hand received bytes to the protocol and act on what it says."""
         self._received_at = self._loop.time()
         self.num_bytes_received += nbytes
         try:
-            events = self.connection.bytes_received(nbytes)
+            if self._tls is None:
+                events = self.connection.bytes_received(nbytes)
+            else:
+                events = self._decrypt(self._tls, nbytes)
         except Exception:
             # A bug in the landing, never the peer. The stream is torn all the same.
             logger.exception("%s: receiving failed", self.address)
             self.abort(ConnectionLost("aborted: receiving failed, see the log"))
             return
         self._handle(events)
+        if self._is_ending and self._transport is not None:
+            self._end_writing(self._transport)
         if self._write_pending() and not self.writable.is_set():
             self._num_unread_replies += 1
             if self._num_unread_replies > MAX_UNREAD_REPLIES:
@@ -130,6 +151,9 @@ class TcpDriver(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """The peer sends no more; asyncio flushes and closes when this returns None."""
+        if self._tls is not None and not self._tls.is_ended_by_peer and self.error is None:
+            self.connection.close()
+            self._end(_cut_off(self._tls))
         self._handle(self.connection.eof_received())
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -205,7 +229,10 @@ class TcpDriver(asyncio.BufferedProtocol):
         """Flush, then end; ``lost`` is set within ``CLOSE_LINGER_S``."""
         self.connection.close()
         self._end(ConnectionLost("closed by this side", clean=True))
-        self._linger(CLOSE_LINGER_S)
+        if self._tls is None or self._tls.is_established:
+            self._linger(CLOSE_LINGER_S)
+        elif self._transport is not None:
+            self._transport.abort()  # nothing was said yet, so nothing can be lost
 
     def refuse(self, error: KvProtoError) -> None:
         """Tell the peer why, then end; ``lost`` is set within ``FAULT_LINGER_S``."""
@@ -219,7 +246,8 @@ class TcpDriver(asyncio.BufferedProtocol):
         self.connection.close()
         self._end(error)
         self._cancel_timers()
-        if self._transport is not None:
+        # A transport that has closed by itself must not be touched again (asyncio fails then).
+        if self._transport is not None and not self.lost.is_set():
             self._abort_transport(self._transport)
 
     def stats(self) -> dict[str, int | bool]:
@@ -229,6 +257,7 @@ class TcpDriver(asyncio.BufferedProtocol):
             "num_queued_messages": len(self.inbox),
             "is_reading_paused": self._is_reading_paused,
             "write_buffer_nbytes": self._write_buffer_nbytes() if is_open else 0,
+            "is_encrypted": self._tls is not None,
             "num_bytes_received": self.num_bytes_received,
             "num_frames_received": self.connection.num_frames_received,
             "num_frames_sent": self.connection.num_frames_sent,
@@ -247,6 +276,43 @@ class TcpDriver(asyncio.BufferedProtocol):
 
     def _write_buffer_nbytes(self) -> int:
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+    def _decrypt(self, tls: TlsStream, nbytes: int) -> list[Event]:
+        """What the first ``nbytes`` of the encrypted bytes bring."""
+        events: list[Event] = []
+        if tls.is_ended:
+            return events  # lingering: whatever it is, it is dropped
+        tls.received(self._encrypted[:nbytes])
+        try:
+            while count := tls.read_into(self.connection.next_buffer()):
+                events += self.connection.bytes_received(count)
+        except KvProtoError as exc:
+            self._handle(events)  # what was complete before the fault stays valid
+            self._fail_tls(tls, exc)
+            return []
+        if tls.is_ended_by_peer:
+            self._handle(events + self.connection.eof_received())
+            tls.end()
+            self._write_pending()
+            self._close_transport()
+            return []
+        return events
+
+    def _begin_tls(self, tls: TlsStream) -> None:
+        try:
+            tls.advance()
+        except KvProtoError as exc:
+            self._fail_tls(tls, exc)
+
+    def _fail_tls(self, tls: TlsStream, error: KvProtoError) -> None:
+        """Send the alert, or to a plain peer ERROR, then end as after any fault."""
+        if tls.peer_is_plain and self._transport is not None:
+            self.connection.data_to_send()  # our HELLO is not for a connection that is plain
+            self.connection.send_error(error)
+            self._transport.writelines(self.connection.data_to_send())
+        self.connection.close()
+        self._end(error)
+        self._linger(FAULT_LINGER_S)
 
     def _handle(self, events: list[Event]) -> None:
         for event in events:
@@ -278,11 +344,25 @@ class TcpDriver(asyncio.BufferedProtocol):
 
     def _write_pending(self) -> bool:
         """Hand queued buffers to the transport; True if there were any."""
+        transport, tls = self._transport, self._tls
+        if tls is not None and (transport is None or not self._can_encrypt(tls, transport)):
+            return False  # what is queued waits for the handshake of TLS
         buffers = self.connection.data_to_send()
-        if not buffers or self._transport is None or self._transport.is_closing():
+        if not buffers or transport is None or transport.is_closing():
             return False
-        self._transport.writelines(buffers)
+        if tls is None:
+            transport.writelines(buffers)
+        else:
+            for data in tls.encrypt(buffers):
+                transport.write(data)
         return True
+
+    @staticmethod
+    def _can_encrypt(tls: TlsStream, transport: asyncio.Transport) -> bool:
+        """Send what TLS itself has to say; True if frames may follow."""
+        if (data := tls.data_to_send()) and not transport.is_closing():
+            transport.write(data)
+        return tls.is_established and not tls.is_ended
 
     def _linger(self, timeout_s: float) -> None:
         transport = self._transport
@@ -292,9 +372,26 @@ class TcpDriver(asyncio.BufferedProtocol):
         self._linger_timer = self._loop.call_later(timeout_s, transport.abort)
         if transport.is_closing():
             return
-        transport.write_eof()
+        self._is_ending = True
+        self._end_writing(transport)
         # The peer's FIN is seen only while reading.
         self._resume_reading()
+
+    def _end_writing(self, transport: asyncio.Transport) -> None:
+        """FIN behind what is queued; with TLS as soon as its handshake lets that leave."""
+        if self._tls is not None:
+            if not (self._tls.is_established or self._tls.is_ended):
+                return
+            self._write_pending()
+            self._tls.end()
+            self._can_encrypt(self._tls, transport)
+        self._is_ending = False
+        transport.write_eof()
+
+    def _close_transport(self) -> None:
+        """The peer has ended: flush, then close; what asyncio does by itself at a plain FIN."""
+        if self._transport is not None:
+            self._transport.close()
 
     def _pause_reading(self) -> None:
         if not self._is_reading_paused and self._transport is not None:
@@ -332,3 +429,12 @@ class TcpDriver(asyncio.BufferedProtocol):
             if timer is not None:
                 timer.cancel()
         self._timer = self._linger_timer = None
+
+
+def _cut_off(tls: TlsStream) -> ConnectionLost:
+    """The stream of a TLS connection ended without close_notify."""
+    if tls.is_established:
+        return ConnectionLost("the stream ended without close_notify: the peer died or was cut")
+    return ConnectionLost(
+        "the peer closed the connection during the handshake of TLS; does it use TLS?"
+    )

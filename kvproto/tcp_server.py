@@ -4,6 +4,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -11,12 +12,15 @@ from kvproto.carrier import Landing
 from kvproto.errors import (
     ConnectionLost,
     DeadlineExceeded,
+    KvProtoError,
     LocalProtocolError,
     Overloaded,
 )
 from kvproto.handshake import Identity
+from kvproto.tcp_door import Door, DoorLimits
 from kvproto.tcp_driver import CLOSE_LINGER_S, TcpDriver
 from kvproto.tcp_peer import Peer
+from kvproto.tls_stream import check_context
 
 logger = logging.getLogger("kvproto.tcp")
 
@@ -38,14 +42,16 @@ class Server:
         identity: Identity,
         handler: Handler,
         landing: Landing | None,
-        max_peers: int,
+        limits: DoorLimits,
         handshake_timeout_s: float,
         keepalive_s: float,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self._identity = identity
         self._handler = handler
         self._landing = landing
-        self._max_peers = max_peers
+        self._tls = tls
+        self._door: Door[TcpDriver] = Door(limits)
         self._handshake_timeout_s = handshake_timeout_s
         self._keepalive_s = keepalive_s
         self._drivers: set[TcpDriver] = set()
@@ -104,8 +110,8 @@ class Server:
             await asyncio.wait([self._supervisor])
 
     def stats(self) -> dict[str, int]:
-        """How many peers there are, and how many may be."""
-        return {"num_peers": len(self._drivers), "max_peers": self._max_peers}
+        """How many peers and handshakes there are, and how many may be."""
+        return self._door.stats()
 
     def _stop_listening(self) -> None:
         self._is_closing.set()
@@ -122,24 +128,36 @@ class Server:
             self._identity,
             landing=self._landing,
             keepalive_s=self._keepalive_s,
+            tls=self._tls,
             accept=self._accept,
         )
 
     def _accept(self, driver: TcpDriver) -> None:
-        """A connection was made: serve it, or tell it that there is no room."""
+        """A connection was made: begin to serve it, or tell it that there is no room."""
         if self._is_closing.is_set():
             driver.abort(ConnectionLost("aborted: the server stops"))
-        elif len(self._drivers) < self._max_peers:
-            self._drivers.add(driver)
-            self._tasks.create_task(self._serve(driver), name=f"kvproto:{driver.address}")
-        elif len(self._refused) < MAX_REFUSED_PEERS:
-            self._refused.add(driver)
-            driver.refuse(
-                Overloaded(f"this side serves {self._max_peers} peers, its limit; try again later")
+            return
+        try:
+            leaving = self._door.arrive(driver, driver.host)
+        except Overloaded as exc:
+            self._turn_away(driver, exc)
+            return
+        self._drivers.add(driver)
+        self._tasks.create_task(self._serve(driver), name=f"kvproto:{driver.address}")
+        if leaving is not None:
+            self._turn_away(
+                leaving,
+                Overloaded("too many handshakes at once, and this one takes long; try again"),
             )
+
+    def _turn_away(self, driver: TcpDriver, error: KvProtoError) -> None:
+        """Say why; those who are being told so are bounded, too."""
+        if len(self._refused) < MAX_REFUSED_PEERS:
+            self._refused.add(driver)
+            driver.refuse(error)
             self._tasks.create_task(self._forget(driver), name=f"kvproto:{driver.address}")
         else:
-            driver.abort(Overloaded("too many peers"))
+            driver.abort(error)
 
     async def _forget(self, driver: TcpDriver) -> None:
         await driver.lost.wait()
@@ -150,7 +168,7 @@ class Server:
             peer = await self._handshake(driver)
             await self._handler(peer)
             await peer.close()
-        except (ConnectionLost, DeadlineExceeded) as exc:
+        except (ConnectionLost, DeadlineExceeded, Overloaded) as exc:
             logger.info("%s: %s", driver.address, exc)
         except Exception:
             logger.exception("%s: the handler failed", driver.address)
@@ -158,6 +176,7 @@ class Server:
             if driver.error is None:
                 driver.abort(ConnectionLost("aborted: the handler ended"))
             await driver.lost.wait()
+            self._door.leave(driver)
             self._drivers.discard(driver)
 
     async def _handshake(self, driver: TcpDriver) -> Peer:
@@ -173,6 +192,11 @@ class Server:
         if driver.remote is None:
             driver.check_alive()
         assert driver.remote is not None, "a handshake ends with a remote or an error"
+        try:
+            self._door.admit(driver, driver.remote.role, driver.remote.instance_id)
+        except Overloaded as exc:
+            driver.refuse(exc)
+            raise
         return Peer(driver, driver.remote)
 
 
@@ -185,13 +209,16 @@ class _ServedDriver(TcpDriver):
         *,
         landing: Landing | None,
         keepalive_s: float,
+        tls: ssl.SSLContext | None,
         accept: Callable[[TcpDriver], None],
     ) -> None:
-        super().__init__(identity, is_server=True, landing=landing, keepalive_s=keepalive_s)
+        super().__init__(
+            identity, is_server=True, landing=landing, keepalive_s=keepalive_s, tls=tls
+        )
         self._accept = accept
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send HELLO, then let the server decide."""
+        """Begin the handshake, then let the server decide."""
         super().connection_made(transport)
         self._accept(self)
 
@@ -204,30 +231,52 @@ async def serve(
     handler: Handler,
     landing: Landing | None = None,
     max_peers: int = 256,
+    max_peers_per_instance: int = 32,
+    max_handshakes: int = 128,
+    max_handshakes_per_address: int = 64,
     handshake_timeout_s: float = 5.0,
     keepalive_s: float = 5.0,
+    tls: ssl.SSLContext | None = None,
 ) -> Server:
     """Listen on ``host:port`` (port 0: any) and run ``handler`` for each peer.
 
     The handler starts after the handshake; when it returns the peer is closed, when it raises the
-    error is logged and that peer alone is aborted. Peers beyond ``max_peers`` get
-    ERROR(overloaded).
+    error is logged and that peer alone is aborted.
 
-    Raises LocalProtocolError: a non-loopback host without a secret, or an address that cannot be
-    listened on.
+    Peers beyond ``max_peers``, and connections of one role and instance id beyond
+    ``max_peers_per_instance``, get ERROR(overloaded). Connections whose handshake is not done are
+    counted apart, altogether and for each remote address; beyond those limits the one that has
+    taken longest ends, so that silent strangers keep nobody out (see ``Door``).
+
+    ``tls``: context for the accepting side, which must demand a certificate of the peer; None for
+    plain connections. A certificate does not replace the secret: beyond the loopback interface
+    both are needed, or the secret alone. So one rule holds however a port is set up, a stolen
+    certificate alone opens nothing, and the roles and instance ids of HELLO are always proven.
+
+    Raises LocalProtocolError: a context that demands no certificate, a non-loopback host without
+    a secret, or an address that cannot be listened on.
     """
+    if tls is not None:
+        check_context(tls)
     if identity.secret is None and not is_loopback(host):
         raise LocalProtocolError(
             f"refusing to listen on {host} without a secret: anybody on the network could read "
             "prompts and write KV; configure a secret or listen on 127.0.0.1"
         )
+    limits = DoorLimits(
+        max_peers=max_peers,
+        max_peers_per_instance=max_peers_per_instance,
+        max_handshakes=max_handshakes,
+        max_handshakes_per_address=max_handshakes_per_address,
+    )
     server = Server(
         identity=identity,
         handler=handler,
         landing=landing,
-        max_peers=max_peers,
+        limits=limits,
         handshake_timeout_s=handshake_timeout_s,
         keepalive_s=keepalive_s,
+        tls=tls,
     )
     await server.start(host, port)
     return server

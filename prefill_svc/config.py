@@ -47,6 +47,12 @@ class PrefillConfig(WorkerConfig):
         minimum=1,
         maximum=1 << 16,
     )
+    max_prompts_per_peer: int = option(
+        "Most prompts of one decode worker; more are refused, so that others find room.",
+        default=192,
+        minimum=1,
+        maximum=1 << 16,
+    )
     ack_timeout_s: float = option(
         "How long the decode worker may take to acknowledge a finished handoff.",
         default=30.0,

@@ -69,8 +69,8 @@ class Prefiller:
     def submit(self, request: Prefill, peer: Peer) -> None:
         """Take on a prompt.
 
-        Raises PromptRefused, checked in this order: draining, table full, repeated id, and what
-        ``check_prompt`` refuses.
+        Raises PromptRefused, checked in this order: draining, table full, too many of this peer,
+        repeated id, and what ``check_prompt`` refuses.
         """
         key = (peer, request.sequence_id, request.generation)
         if self.is_draining:
@@ -79,6 +79,13 @@ class Prefiller:
             raise PromptRefused(
                 ErrorCode.OVERLOADED,
                 f"this prefill worker already has {len(self._jobs)} prompts (max_prompts)",
+            )
+        num_of_peer = sum(_instance(job.peer) == _instance(peer) for job in self._jobs.values())
+        if num_of_peer >= self._config.max_prompts_per_peer:
+            raise PromptRefused(
+                ErrorCode.OVERLOADED,
+                f"this prefill worker already has {num_of_peer} prompts of "
+                f"{peer.remote.instance_id} (max_prompts_per_peer)",
             )
         if key in self._jobs:
             raise PromptRefused(
@@ -291,3 +298,8 @@ class Prefiller:
     def wake(self) -> None:
         """A stalled connection has caught up."""
         self._wake.set()
+
+
+def _instance(peer: Peer) -> tuple[str, str]:
+    """Whose connection it is: one instance may have several."""
+    return (peer.remote.role, peer.remote.instance_id)

@@ -19,6 +19,7 @@ from prefill_svc.server import PrefillServer
 from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
+from svckit.tls import TlsContexts, load_tls
 
 # The largest payload a peer accepts, less room for the descriptor.
 _MAX_BODY_NBYTES = DEFAULT_MAX_PAYLOAD_NBYTES - 4096
@@ -27,8 +28,10 @@ _MAX_BODY_NBYTES = DEFAULT_MAX_PAYLOAD_NBYTES - 4096
 async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     """Load the model, serve until a drain is asked for, finish what was taken on, stop.
 
-    Raises ServiceError, checked in this order: model, step size, listening port, admin port.
+    Raises ServiceError, checked in this order: TLS files, model, step size, listening port,
+    admin port.
     """
+    tls = load_tls(config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
     engine = await asyncio.to_thread(_load_engine, config)
     _check_step(engine, config)
     metrics = PrefillMetrics()
@@ -45,7 +48,7 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
         facts=engine.facts.facts(),
         secret=config.secret,
     )
-    listener = await _listen(config, identity, server)
+    listener = await _listen(config, identity, server, tls)
     admin = AdminServer(
         "127.0.0.1", config.admin_port, metrics.registry, lifecycle, lambda: {**prefiller.stats()}
     )
@@ -74,6 +77,7 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
                     load=prefiller.load,
                     stop=stop,
                     on_state=_log_registration,
+                    tls=tls.client,
                 ),
                 name="announce",
             )
@@ -121,10 +125,16 @@ def _check_step(engine: Engine, config: PrefillConfig) -> None:
         )
 
 
-async def _listen(config: PrefillConfig, identity: Identity, server: PrefillServer) -> Server:
+async def _listen(
+    config: PrefillConfig, identity: Identity, server: PrefillServer, tls: TlsContexts
+) -> Server:
     try:
         return await serve_tcp(
-            config.listen_host, config.listen_port, identity=identity, handler=server.handle
+            config.listen_host,
+            config.listen_port,
+            identity=identity,
+            handler=server.handle,
+            tls=tls.server,
         )
     except LocalProtocolError as exc:
         raise ServiceError(str(exc)) from exc

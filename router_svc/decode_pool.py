@@ -1,6 +1,7 @@
 """The connections to all registered decode workers: one for each, dialled by the router."""
 
 import asyncio
+import ssl
 from typing import Any, Final, Self
 
 import structlog
@@ -19,9 +20,16 @@ DIAL_TIMEOUT_S: Final = 3.0
 class DecodePool:
     """Owns every `DecodeLink` and its reader task; use it as an async context manager."""
 
-    def __init__(self, registry: WorkerRegistry, identity: Identity) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        identity: Identity,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._registry = registry
         self._identity = identity
+        self._tls = tls
         self._links: dict[str, DecodeLink] = {}
         # Links of workers that have gone; they stay until their sequences have ended.
         self._retired: set[DecodeLink] = set()
@@ -54,6 +62,7 @@ class DecodePool:
                 registration.port,
                 identity=self._identity,
                 timeout_s=DIAL_TIMEOUT_S,
+                tls=self._tls,
             )
         except (KvProtoError, OSError, TimeoutError) as exc:
             raise WorkerLostError(f"cannot reach the decode worker at {where}: {exc}") from exc

@@ -29,6 +29,7 @@ from router_svc.tokenizer import Tokenizer, TokenizerPool
 from svckit.errors import ServiceError
 from svckit.lifecycle import Lifecycle, Step
 from svckit.secret import read_secret
+from svckit.tls import load_tls
 
 _MAX_TOKENIZER_THREADS: Final = 4
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -58,6 +59,7 @@ class RouterService:
         self._model = model
         self._tokenizer = tokenizer
         self._lifecycle = lifecycle
+        self._tls = load_tls(config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
         self._metrics = RouterMetrics()
         self._admission = Admission(config.max_requests)
         self._identity = Identity(
@@ -74,7 +76,7 @@ class RouterService:
         num_threads = min(max(self._config.threads, 1), _MAX_TOKENIZER_THREADS)
         executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         try:
-            async with DecodePool(registry, self._identity) as pool:
+            async with DecodePool(registry, self._identity, tls=self._tls.client) as pool:
                 await self._serve(registry, pool, executor)
         finally:
             # A thread that is inside the tokenizer cannot be stopped; nobody waits for it.
@@ -108,6 +110,7 @@ class RouterService:
                 self._config.control_port,
                 identity=self._identity,
                 handler=handler.handle,
+                tls=self._tls.server,
             )
         except LocalProtocolError as exc:
             raise ServiceError(f"Cannot open the control port (--control-port): {exc}") from exc

@@ -49,6 +49,16 @@ class ServiceConfig:
     secret_file: Path | None = option(
         "File with the shared secret, mode 0600; or set PD_SECRET.", default=None
     )
+    tls_cert_file: Path | None = option(
+        "Certificate in PEM form, for TLS on every connection between services; needs the two "
+        "below.",
+        default=None,
+    )
+    tls_key_file: Path | None = option("Key of that certificate, mode 0600.", default=None)
+    tls_ca_file: Path | None = option(
+        "The private CA that signed the certificates of all services, and of nobody else.",
+        default=None,
+    )
     parent_fd: int = option(
         "Open pipe whose end of file means that the supervisor is gone.",
         default=-1,

@@ -179,6 +179,26 @@ async def test_limits_of_the_table_and_repeated_ids(load_engine: Any, start_work
         assert codes == [("a", ErrorCode.MALFORMED), ("c", ErrorCode.OVERLOADED)]
 
 
+async def test_one_router_leaves_room_for_others(load_engine: Any, start_worker: Any) -> None:
+    async with start_worker(load_engine(), max_sequences_per_peer=1) as worker:
+        await worker.generate("a", _prompt(1, 5), [], max_output_tokens=200)
+        await worker.generate("b", _prompt(1, 5), [])
+        async with asyncio.timeout(10):
+            while not isinstance(message := await worker.router.receive(), Finished):
+                pass
+        assert (message.sequence_id, message.code) == ("b", ErrorCode.OVERLOADED)
+        assert "1 sequences of router-under-test (max_sequences_per_peer)" in message.message
+        # Another one finds room.
+        identity = Identity(role="client", instance_id="another")
+        other = await connect("127.0.0.1", worker.port, identity=identity, timeout_s=10)
+        await other.send(make_generate("c", _prompt(1, 5), []))
+        async with asyncio.timeout(10):
+            while not isinstance(message := await other.receive(), Finished):
+                pass
+        assert (message.sequence_id, message.reason) == ("c", "length")
+        await other.close()
+
+
 async def test_a_draining_worker_finishes_what_it_has(load_engine: Any, start_worker: Any) -> None:
     async with start_worker(load_engine()) as worker:
         await worker.generate("old", _prompt(1, 5), [], max_output_tokens=50)

@@ -53,3 +53,8 @@ async def test_a_busy_port(tiny_model_dir: Any) -> None:
 async def test_listening_for_everybody_needs_a_secret(tiny_model_dir: Any) -> None:
     sentence = await _sentence(_config(tiny_model_dir("llama"), listen_host="0.0.0.0"))
     assert "secret" in sentence
+
+
+async def test_files_of_tls_are_read_before_the_model(tmp_path: Path) -> None:
+    config = _config(tmp_path / "nothing", tls_cert_file=tmp_path / "crt")
+    assert "give all three, or none" in await _sentence(config)

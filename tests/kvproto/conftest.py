@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from kvproto.geometry import KvGeometry
 from kvproto.handshake import Identity, canary_bytes
 from kvproto.header import HOST_ORDER, ByteOrder
 from kvproto.messages import Message, Write, encode_fields
+from tests.certificates import Authority, TlsFiles
 
 # No deadline for one example: nothing here depends on how fast the machine is.
 settings.register_profile("kvproto", deadline=None)
@@ -274,3 +277,53 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
             runner.run(watched(scenario))
 
     return run_scenario
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Contexts for both ends, and the files they were made from."""
+
+    client: ssl.SSLContext
+    server: ssl.SSLContext
+    files: TlsFiles
+
+
+def tls_contexts(files: TlsFiles) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """For the dialling and for the accepting end."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.verify_mode = ssl.CERT_REQUIRED
+    server.num_tickets = 0
+    for context in (client, server):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(files.cert, files.key)
+        context.load_verify_locations(files.ca)
+    return client, server
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="session")
+def tls(authority: Authority) -> Tls:
+    files = authority.issue()
+    return Tls(*tls_contexts(files), files)
+
+
+@pytest.fixture(scope="session")
+def wrong_tls(
+    authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[ssl.SSLContext, ssl.SSLContext]]:
+    """Contexts that trust the right CA and whose own certificate nobody accepts."""
+
+    def make(wrong: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        if wrong == "alien":
+            files = Authority(tmp_path_factory.mktemp("alien")).issue()
+        else:
+            files = authority.issue(days=(-9, -5) if wrong == "expired" else (5, 9))
+        return tls_contexts(replace(files, ca=authority.ca_file))
+
+    return make

@@ -58,15 +58,16 @@ class Router:
             except ConnectionLost as exc:
                 self.ended.put_nowait(exc.reason)
 
-    async def serve(self, port=0):
-        return await serve("127.0.0.1", port, identity=ROUTER, handler=self.handle)
+    async def serve(self, port=0, tls=None):
+        return await serve("127.0.0.1", port, identity=ROUTER, handler=self.handle, tls=tls)
 
 
 class Worker:
     """A worker that announces itself in the background."""
 
-    def __init__(self, port):
+    def __init__(self, port, tls=None):
         self.port = port
+        self.tls = tls
         self.stop = asyncio.Event()
         self.states: list[tuple[bool, str]] = []
         self.changed = asyncio.Event()
@@ -98,6 +99,7 @@ class Worker:
                 load=self.load,
                 stop=self.stop,
                 on_state=self.on_state,
+                tls=self.tls,
             )
         )
         return self
@@ -218,5 +220,19 @@ def test_stop_before_the_start(run):
         async with worker:
             pass
         assert [state for state, _ in worker.states] == [False]
+
+    run(scenario())
+
+
+def test_over_tls(run, tls):
+    async def scenario():
+        router = Router()
+        server = await router.serve(tls=tls.server)
+        async with Worker(server.port, tls.client) as worker:
+            assert await router.received.get() == REGISTER
+            await worker.until_state(True, "registered")
+        async with Worker(server.port) as plain:
+            await plain.until_state(False, "uses TLS and the peer does not")
+        await server.close()
 
     run(scenario())

@@ -11,7 +11,7 @@ import kvproto
 
 FOLDER = Path(kvproto.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-CARRIERS = {"tcp", "tcp_driver", "tcp_peer", "tcp_server", "announce"}
+CARRIERS = {"tcp", "tcp_driver", "tcp_peer", "tcp_server", "tls_stream", "announce"}
 CORE = sorted(set(MODULES) - CARRIERS)
 UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "dbm", "copyreg"}
 

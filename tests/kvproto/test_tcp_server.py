@@ -19,6 +19,7 @@ from kvproto.errors import (
 from kvproto.handshake import Identity
 from kvproto.messages import AbortAck
 from kvproto.tcp import connect, serve
+from kvproto.tcp_door import DoorLimits
 from kvproto.tcp_server import is_loopback
 
 SECRET = b"0123456789abcdef"
@@ -131,13 +132,99 @@ def test_peers_beyond_the_limit_are_told_so(run, until):
         with pytest.raises(PeerError, match="serves 2 peers") as excinfo:
             await dial(server)
         assert excinfo.value.code == ErrorCode.OVERLOADED
-        assert server.stats() == {"num_peers": 2, "max_peers": 2}
+        await until(lambda: server.stats()["num_handshakes"] == 0)
+        assert server.stats() == {
+            "num_peers": 2,
+            "max_peers": 2,
+            "num_handshakes": 0,
+            "max_handshakes": 128,
+        }
         # The others do not notice, and room is found again.
         await clients.pop().close()
         await until(lambda: server.num_peers == 1)
         clients.append(await dial(server))
         for client in clients:
             await client.close()
+        await server.close()
+
+    run(scenario())
+
+
+def test_silent_strangers_keep_nobody_out(run, raw_peer, until):
+    """More connections than there is room for say nothing; honest peers come and go."""
+
+    async def scenario():
+        server = await serve(
+            "127.0.0.1",
+            0,
+            identity=DECODE,
+            handler=until_the_end,
+            max_peers=2,
+            max_handshakes_per_address=3,
+            handshake_timeout_s=1000.0,
+        )
+        strangers = [await raw_peer.connect(server.port) for _ in range(5)]
+        await until(lambda: server.stats()["num_handshakes"] == 3)
+        clients = [await dial(server), await dial(server)]
+        for client in clients:
+            await client.send(AbortAck("s", 1))
+        await until(lambda: server.stats()["num_peers"] == 2)
+        # The first ones were told why they had to go.
+        assert b"too many handshakes at once" in await strangers[0].read_all()
+        for stranger in strangers:
+            stranger.kill()
+        for client in clients:
+            await client.close()
+        await server.close()
+
+    run(scenario())
+
+
+def test_a_flood_of_silent_strangers_is_cut_off_without_words(run, raw_peer, until, monkeypatch):
+    monkeypatch.setattr("kvproto.tcp_server.MAX_REFUSED_PEERS", 1)
+
+    async def scenario():
+        server = await serve(
+            "127.0.0.1",
+            0,
+            identity=DECODE,
+            handler=until_the_end,
+            max_handshakes=1,
+            handshake_timeout_s=1000.0,
+        )
+        strangers = [await raw_peer.connect(server.port) for _ in range(10)]
+        await until(lambda: server.num_peers <= 2)
+        client = await dial(server)
+        for stranger in strangers:
+            stranger.kill()
+        await client.close()
+        await server.close()
+
+    run(scenario())
+
+
+def test_connections_of_one_instance_are_bounded(run):
+    async def scenario():
+        server = await serve(
+            "127.0.0.1", 0, identity=DECODE, handler=until_the_end, max_peers_per_instance=1
+        )
+        client = await dial(server)
+
+        async def dial_and_listen():
+            # The refusal follows the handshake: it comes before or after "connected".
+            again = await dial(server)
+            try:
+                assert (await again.receive()).code == ErrorCode.OVERLOADED
+                await again.receive()
+            finally:
+                await again.close()
+
+        with pytest.raises((ConnectionLost, PeerError), match="max_peers_per_instance"):
+            await dial_and_listen()
+        other = await dial(server, Identity("prefill", "another"))
+        for peer in (client, other):
+            await peer.send(AbortAck("s", 1))
+            await peer.close()
         await server.close()
 
     run(scenario())
@@ -391,9 +478,10 @@ def test_a_server_that_never_started_can_be_closed(run):
             identity=DECODE,
             handler=until_the_end,
             landing=None,
-            max_peers=1,
+            limits=DoorLimits(),
             handshake_timeout_s=1.0,
             keepalive_s=1.0,
+            tls=None,
         )
         with pytest.raises(LocalProtocolError):
             await server.start("127.0.0.1", busy.port)

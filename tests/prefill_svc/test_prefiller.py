@@ -192,6 +192,26 @@ async def test_bad_prompts_are_refused_by_name(
         await worker.assert_nothing_is_left()
 
 
+async def test_one_decode_worker_leaves_room_for_others(start_worker: Any) -> None:
+    async with start_worker(max_prompts_per_peer=1, max_step_tokens=1) as worker:
+        greedy, same = await worker.connect("greedy"), await worker.connect("greedy")
+        other = await worker.connect("other")
+        await greedy.ask("a", _prompt(1, 200), 1)
+        # Another connection of the same decode worker has no room of its own.
+        async with asyncio.timeout(10):
+            while worker.prefiller.stats()["num_prompts"] == 0:
+                await asyncio.sleep(0.01)
+        await same.peer.send(Prefill("b", 2, tokens=[1, 2], timeout_s=5))
+        abort = await same.receive(Abort)
+        assert (abort.sequence_id, abort.code) == ("b", ErrorCode.OVERLOADED)
+        assert "already has 1 prompts of greedy (max_prompts_per_peer)" in abort.message
+        await same.receive(AbortAck)
+        await other.ask("c", _prompt(3, 4), 3)
+        assert (await other.commit()).sequence_id == "c"
+        assert (await greedy.commit()).sequence_id == "a"
+        await worker.assert_nothing_is_left()
+
+
 async def test_a_full_table_and_a_draining_worker_refuse(start_worker: Any) -> None:
     async with start_worker(max_prompts=1, max_step_tokens=1) as worker:
         decode = await worker.connect()

@@ -59,3 +59,8 @@ async def test_a_step_that_fits_no_frame(tiny_model_dir: Any) -> None:
     sentence = await _sentence(_config(tiny_model_dir("llama"), max_step_tokens=1 << 20))
     assert "max_step_tokens" in sentence
     assert str(((64 << 20) - 4096) // 256) in sentence
+
+
+async def test_files_of_tls_are_read_before_the_model(tmp_path: Path) -> None:
+    config = _config(tmp_path / "nothing", tls_cert_file=tmp_path / "crt")
+    assert "give all three, or none" in await _sentence(config)

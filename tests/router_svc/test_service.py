@@ -54,3 +54,8 @@ async def test_api_key_file_is_checked(start_router: Any, tmp_path: Path) -> Non
     path.chmod(0o644)
     with pytest.RaisesGroup(pytest.RaisesExc(ServiceError, match="chmod 600")):
         await start_router(api_key_file=path)
+
+
+async def test_files_of_tls_are_checked(start_router: Any, tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match="give all three, or none"):
+        await start_router(tls_cert_file=tmp_path / "crt")

@@ -55,3 +55,8 @@ def test_fifo_is_refused_without_hanging(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(ConfigError, match="not a plain file"):
         read_secret(tmp_path / "fifo", {})
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a plain file"):
+        read_secret(tmp_path, {})
