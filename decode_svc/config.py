@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvproto.messages import MAX_LANES
 from svckit.service_config import MAX_PORT, WorkerConfig
 from svckit.setting import option, parse_nbytes
+
+# The value of ``kv_wire_dtype`` that converts nothing.
+POOL_DTYPE = "pool"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,36 @@ class DecodeConfig(WorkerConfig):
         default=16,
         minimum=1,
         maximum=1 << 20,
+    )
+    kv_wire_dtype: Literal["pool", "float16", "bfloat16", "int8"] = option(
+        "Element type in which KV travels: pool is that of the pool; a smaller one loses precision "
+        "(int8 has one scale per token and head) and the error is in /metrics.",
+        default="pool",
+    )
+    kv_carrier: Literal["auto", "mapped", "tcp"] = option(
+        "How KV arrives: auto takes mapped memory from prefill workers that prove to be on this "
+        "host and TCP from others; mapped refuses those others.",
+        default="auto",
+    )
+    max_lanes: int = option(
+        "Most connections to one prefill worker whose KV comes by TCP; more than one are kept only "
+        "if measured to be a fifth faster.",
+        default=4,
+        minimum=1,
+        maximum=MAX_LANES,
+    )
+    min_handoff_bandwidth: int = option(
+        "Refuse a prefill worker whose path is measured to carry less than this in a second, such "
+        "as 1GiB; 0 takes any.",
+        default=0,
+        minimum=0,
+        parse=parse_nbytes,
+    )
+    max_quarantined_blocks: int = option(
+        "Blocks that may wait for prefill workers that neither confirm an abort nor end; with more "
+        "no handoff is begun. 0 means a quarter of the pool.",
+        default=0,
+        minimum=0,
     )
     connect_timeout_s: float = option(
         "How long connecting to a prefill worker may take.",

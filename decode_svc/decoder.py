@@ -182,6 +182,7 @@ class Decoder:
         self._metrics.running.set(num_running)
         self._metrics.waiting.set(len(self._sequences) - num_running)
         self._metrics.free_blocks.set(self._blocks.num_free_blocks)
+        self._metrics.quarantined_blocks.set(self._blocks.stats()["quarantined"])
 
     def _reap(self) -> None:
         """Say goodbye to every sequence that is over and that no prefill worker writes to."""
@@ -251,13 +252,19 @@ class Decoder:
             block_table=sequence.block_table,
             workers=sequence.request.prefill_workers,
             expires_at=sequence.expires_at,
+            sender=sequence.outbox.peer if sequence.request.kv_from_sender else None,
         )
         tasks.create_task(
             self._fetch(sequence, sequence.handoff), name=f"fetch {sequence.sequence_id}"
         )
 
     def _is_local(self, sequence: Sequence) -> bool:
-        """Short prompts are prefilled here; so is what was preempted and has nobody else."""
+        """Short prompts are prefilled here; so is what was preempted and has nobody else.
+
+        A client's own KV is used however short it is, but not once output follows it.
+        """
+        if sequence.request.kv_from_sender and not sequence.num_preemptions:
+            return len(sequence.tokens) == 1
         is_short = len(sequence.tokens) <= self._config.local_prefill_tokens
         is_left_alone = sequence.num_preemptions > 0 and not sequence.request.prefill_workers
         return is_short or is_left_alone
@@ -279,6 +286,7 @@ class Decoder:
             self._metrics.handoff_s.observe(fetched.total_s)
             self._metrics.handoff_exposed_s.observe(fetched.exposed_s)
             self._metrics.handoff_nbytes.observe(fetched.nbytes)
+            self._metrics.wire_error.set(fetched.wire_error)
             sequence.note_fetched(fetched)
             sequence.num_cached_tokens = len(handoff.tokens)
             sequence.become_runnable(time.monotonic())

@@ -30,6 +30,17 @@ class DecodeMetrics:
         self.handoff_nbytes = make.histogram(
             "handoff_bytes", "KV bytes of one handoff.", buckets=NBYTES_BUCKETS
         )
+        self.wire_error = make.gauge(
+            "handoff_wire_error", "Relative RMS error of the last handoff whose KV was converted."
+        )
+        self.path_bandwidth = make.gauge(
+            "path_bandwidth_bytes_per_second",
+            "Measured bandwidth of the path from a prefill worker, when it was chosen.",
+            ["writer", "carrier"],
+        )
+        self.quarantined_blocks = make.gauge(
+            "quarantined_blocks", "KV blocks whose writer has not proven that it has ended."
+        )
         self.step_s = make.histogram("step_seconds", "One decode step.")
         self.batch_size = make.histogram(
             "batch_size",

@@ -11,7 +11,7 @@ import structlog
 
 from kvproto.errors import ConnectionLost, DeadlineExceeded
 from kvproto.messages import Message
-from kvproto.tcp import Peer
+from kvproto.tcp_link import Link
 
 # At 256 sequences and 10 steps a second this is several seconds of silence from the router.
 MAX_MESSAGES = 16384
@@ -20,7 +20,7 @@ MAX_MESSAGES = 16384
 class Outbox:
     """A bounded queue of messages for one peer and the loop that sends them."""
 
-    def __init__(self, peer: Peer, max_messages: int = MAX_MESSAGES) -> None:
+    def __init__(self, peer: Link, max_messages: int = MAX_MESSAGES) -> None:
         self.peer = peer
         self._messages: asyncio.Queue[Message] = asyncio.Queue(max_messages)
         self._is_over = False

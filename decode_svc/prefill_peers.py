@@ -1,4 +1,6 @@
-"""Connections to prefill workers: one for each worker, opened on first use, shared by handoffs.
+"""Links to prefill workers: one for each worker, opened on first use, shared by handoffs.
+
+A link is a connection and the path that its KV takes.
 
 Addresses come from the router's registry alone. A worker that answers with another instance id
 than the router named has been restarted meanwhile and is refused: the router will name the new one.
@@ -11,15 +13,18 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from decode_svc.letter_box import LetterBox, Lost
+from decode_svc.letter_box import LetterBoxes
+from decode_svc.path import TCP, Path, PathChooser
 from kvproto.errors import ConnectionLost, HandshakeRefused, KvProtoError
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
-from kvproto.messages import Abort, AbortAck, Commit, Error, Message, PrefillWorker, Started
-from kvproto.tcp import Peer, connect
+from kvproto.messages import Attached, PrefillWorker
+from kvproto.tcp_link import Link, open_link
 
 # Prefill workers come and go under new names; more of them than this are not alive at once.
 _MAX_DOORS = 1024
+# Less gain is noise, or not worth the connections.
+_LANES_MIN_GAIN = 1.2
 
 
 @dataclass(slots=True)
@@ -31,24 +36,39 @@ class _Door:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillLink:
+    """The connection to one prefill worker, and the way its KV comes back."""
+
+    peer: Link
+    path: Path
+
+
 class PrefillPeers:
-    """The connections, and the letter boxes of the handoffs that run over them."""
+    """The links; what arrives on them goes into the letter boxes."""
 
     def __init__(
         self,
         identity: Identity,
         leases: LeaseTable,
+        boxes: LetterBoxes,
+        paths: PathChooser,
         *,
         connect_timeout_s: float,
+        max_lanes: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._identity = identity
         self._leases = leases
         self._connect_timeout_s = connect_timeout_s
+        self._max_lanes = max_lanes
         self._tls = tls
-        self._peers: dict[str, Peer] = {}
+        self._links: dict[str, PrefillLink] = {}
+        # Links whose reader runs; without one a link is dead, whatever its sockets say.
+        self._being_read: set[Link] = set()
         self._doors: dict[str, _Door] = {}
-        self._boxes: dict[tuple[Peer, str, int], LetterBox] = {}
+        self._boxes = boxes
+        self._paths = paths
         self._tasks: asyncio.TaskGroup | None = None
         self._log = structlog.get_logger("decode.prefill_peers")
 
@@ -59,22 +79,23 @@ class PrefillPeers:
                 await asyncio.Event().wait()
         finally:
             self._tasks = None
-            for peer in list(self._peers.values()):
-                peer.abort("the decode worker stops")
+            for link in list(self._links.values()):
+                link.peer.abort("the decode worker stops")
 
-    async def get(self, worker: PrefillWorker) -> Peer:
-        """The connection to ``worker``.
+    async def get(self, worker: PrefillWorker) -> PrefillLink:
+        """The link to ``worker``, its path proven.
 
         Raises ConnectionLost, DeadlineExceeded, HandshakeRefused or AuthenticationFailed of
-        ``kvproto.tcp.connect``, and HandshakeRefused if another instance answers.
+        ``kvproto.tcp.connect``, HandshakeRefused if another instance answers, and what
+        ``PathChooser.choose`` and ``accept`` raise.
         """
         door = self._door(worker.instance_id)
         asked_at = time.monotonic()
         # Two handoffs at once must not open two connections.
         async with door.lock:
-            peer = self._peers.get(worker.instance_id)
-            if peer is not None:
-                return peer
+            link = self._links.get(worker.instance_id)
+            if link is not None:
+                return link
             if door.failed_at > asked_at:
                 # The one before us tried while we waited: do not spend the time-out once more.
                 raise ConnectionLost(door.failure)
@@ -92,29 +113,49 @@ class PrefillPeers:
                 del self._doors[name]
         return self._doors.setdefault(instance_id, _Door())
 
-    def open_box(self, peer: Peer, sequence_id: str, generation: int) -> LetterBox:
-        """Start to receive letters for one attempt."""
-        box = self._boxes[peer, sequence_id, generation] = LetterBox()
-        return box
-
-    def close_box(self, peer: Peer, sequence_id: str, generation: int) -> None:
-        """Stop; later letters for this attempt are answered or ignored."""
-        del self._boxes[peer, sequence_id, generation]
-
     def stats(self) -> dict[str, dict[str, object]]:
         """For the health answer."""
-        return {name: dict(peer.stats()) for name, peer in self._peers.items()}
+        return {
+            name: {**link.peer.stats(), **link.path.stats()} for name, link in self._links.items()
+        }
 
-    async def _open(self, worker: PrefillWorker) -> Peer:
+    async def _open(self, worker: PrefillWorker) -> PrefillLink:
+        link = await self._dial(worker, num_lanes=1)
+        if self._max_lanes > 1 and link.path.carrier == TCP and link.path.report is not None:
+            link = await self._widened(worker, link)
+        try:
+            self._paths.accept(link.peer, link.path)
+        except KvProtoError as exc:
+            link.peer.abort(str(exc))
+            raise
+        if link.peer in self._being_read:
+            self._links[worker.instance_id] = link
+        return link
+
+    async def _widened(self, worker: PrefillWorker, narrow: PrefillLink) -> PrefillLink:
+        """A link of several lanes instead, if it is worth its connections."""
+        try:
+            wide = await self._dial(worker, num_lanes=self._max_lanes)
+        except KvProtoError as exc:
+            self._log.info("several lanes are not used", worker=worker.instance_id, reason=str(exc))
+            return narrow
+        is_worth_it = wide.path.bandwidth > _LANES_MIN_GAIN * narrow.path.bandwidth
+        better, worse = (wide, narrow) if is_worth_it else (narrow, wide)
+        await worse.peer.close()
+        return better
+
+    async def _dial(self, worker: PrefillWorker, *, num_lanes: int) -> PrefillLink:
         if self._tasks is None:
             raise ConnectionLost("the decode worker stops")
-        peer = await connect(
+        peer = await open_link(
             worker.host,
             worker.port,
             identity=self._identity,
             landing=self._leases,
             timeout_s=self._connect_timeout_s,
             tls=self._tls,
+            num_lanes=num_lanes,
+            is_complete=self._leases.is_complete,
         )
         for fact, wanted, found in (
             ("role", "prefill", peer.remote.role),
@@ -123,40 +164,33 @@ class PrefillPeers:
             if wanted != found:
                 peer.abort(f"wrong {fact}")
                 raise HandshakeRefused(fact, wanted, found)
-        self._peers[worker.instance_id] = peer
         self._log.info("connected to prefill worker", peer=peer.name)
+        # The path is proven with messages, so they are read already.
+        self._being_read.add(peer)
         self._tasks.create_task(self._read(worker.instance_id, peer), name=f"read {peer.name}")
-        return peer
+        try:
+            path = await self._paths.choose(peer, is_tcp_only=num_lanes > 1)
+        except BaseException:
+            peer.abort("no path for KV")
+            raise
+        return PrefillLink(peer, path)
 
-    async def _read(self, instance_id: str, peer: Peer) -> None:
+    async def _read(self, instance_id: str, peer: Link) -> None:
         reason = "the prefill worker closed the connection"
         try:
             async for message in peer:
-                await self._route(peer, message)
+                if isinstance(message, Attached):
+                    self._paths.attached(peer, message)
+                else:
+                    await self._boxes.route(peer, message)
         except KvProtoError as exc:
             reason = str(exc)
         finally:
             peer.abort("the reader has ended")
-            if self._peers.get(instance_id) is peer:
-                del self._peers[instance_id]
-            self._log.warning("prefill worker lost", peer=peer.name, reason=reason)
-            for (box_peer, *_), box in list(self._boxes.items()):
-                if box_peer is peer:
-                    box.put(Lost(reason))
-
-    async def _route(self, peer: Peer, message: Message) -> None:
-        match message:
-            case Started() | Commit() | Abort() | AbortAck():
-                box = self._boxes.get((peer, message.sequence_id, message.generation))
-                if box is None:
-                    if isinstance(message, Abort):
-                        # Terminal messages are idempotent: nothing of ours is left to stop.
-                        await peer.send(AbortAck(message.sequence_id, message.generation))
-                elif not box.put(message):
-                    peer.abort(f"{peer.name} floods {message.sequence_id}")
-            case Error():
-                for (box_peer, sequence_id, _), box in list(self._boxes.items()):
-                    if box_peer is peer and message.sequence_id in ("", sequence_id):
-                        box.put(message)
-            case _:
-                pass  # WRITE: its bytes have landed already
+            self._being_read.discard(peer)
+            link = self._links.get(instance_id)
+            if link is not None and link.peer is peer:
+                del self._links[instance_id]
+                self._paths.forget(link.peer, link.path)
+                self._log.warning("prefill worker lost", peer=peer.name, reason=reason)
+            self._boxes.lose(peer, reason)

@@ -115,12 +115,14 @@ class Sequence:
         """Keep the figures of the handoff for ``final_timings``; the last one counts."""
         self.timings.update(
             carrier=fetched.carrier,
-            prefill_worker=fetched.worker,
+            prefill_worker=fetched.writer,
             prefill_queue_s=fetched.prefill_queue_s,
             prefill_s=fetched.prefill_s,
             handoff_s=fetched.exposed_s,
             handoff_nbytes=fetched.nbytes,
         )
+        if fetched.wire_error:
+            self.timings["wire_error"] = fetched.wire_error
 
     def final_timings(self, now: float) -> dict[str, float | int | str]:
         """Where the time went: durations of single clocks, never a difference of two hosts'."""

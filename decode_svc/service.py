@@ -1,25 +1,36 @@
 """The decode worker as a process: what starts, in which order, and what stops."""
 
 import asyncio
+import itertools
+from functools import partial
 
 import structlog
 
-from decode_svc.config import DecodeConfig
+from decode_svc.config import POOL_DTYPE, DecodeConfig
 from decode_svc.decoder import Decoder
 from decode_svc.handoff import Fetcher
+from decode_svc.letter_box import LetterBoxes
 from decode_svc.metrics import DecodeMetrics
+from decode_svc.path import TCP, PathChooser
 from decode_svc.prefill_peers import PrefillPeers
+from decode_svc.quarantine import Quarantine
 from decode_svc.server import DecodeServer
+from decode_svc.shared_pool import SharedPool
 from kvengine.engine import Engine
 from kvengine.errors import EngineError
 from kvproto.announce import announce
 from kvproto.blocks import BlockPool
+from kvproto.convert import RowConverter
+from kvproto.description import describe
 from kvproto.errors import LocalProtocolError
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
+from kvproto.mapped_host import MappedHost
 from kvproto.messages import Register
+from kvproto.region import CARRIER as MAPPED
 from kvproto.tcp import Server
 from kvproto.tcp import serve as serve_tcp
+from kvproto.tcp_link import Links
 from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
@@ -32,35 +43,80 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     Raises ServiceError, checked in this order: TLS files, model, listening port, admin port.
     """
     tls = load_tls(config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
-    engine = await asyncio.to_thread(_load_engine, config)
+    pool = SharedPool(config)
+    try:
+        engine = await asyncio.to_thread(_load_engine, config, pool)
+        await _serve(config, lifecycle, tls, engine, await pool.start())
+    finally:
+        await pool.close()
+
+
+async def _serve(
+    config: DecodeConfig,
+    lifecycle: Lifecycle,
+    tls: TlsContexts,
+    engine: Engine,
+    host: MappedHost | None,
+) -> None:
     metrics = DecodeMetrics()
     identity = Identity(
         role="decode",
         instance_id=config.instance_id,
         facts=engine.facts.facts(),
         secret=config.secret,
+        carriers=(TCP,) if host is None else (MAPPED, TCP),
     )
     blocks = BlockPool(engine.num_blocks)
-    leases = LeaseTable(engine.kv_pool.layout, engine.kv_pool.region, blocks)
+    leases = LeaseTable(
+        engine.kv_pool.layout,
+        engine.kv_pool.region,
+        blocks,
+        converter=RowConverter(),
+        max_quarantined_blocks=config.max_quarantined_blocks or engine.num_blocks // 4,
+    )
+    boxes = LetterBoxes()
+    quarantine = Quarantine(leases)
+    new_generation = partial(next, itertools.count(1))
+    paths = PathChooser(
+        leases,
+        blocks,
+        engine.kv_pool.layout,
+        boxes,
+        quarantine,
+        metrics,
+        host=host,
+        is_mapped_only=config.kv_carrier == MAPPED,
+        new_generation=new_generation,
+        min_bandwidth=config.min_handoff_bandwidth,
+        timeout_s=config.connect_timeout_s,
+    )
     peers = PrefillPeers(
         identity,
         leases,
+        boxes,
+        paths,
         connect_timeout_s=config.connect_timeout_s,
+        max_lanes=config.max_lanes,
         tls=tls.client,
     )
     fetcher = Fetcher(
         peers,
+        boxes,
         leases,
         blocks,
-        engine.kv_pool.layout,
-        engine.kv_pool.region,
+        quarantine,
         metrics,
+        new_generation=new_generation,
+        wire_dtype="" if config.kv_wire_dtype == POOL_DTYPE else config.kv_wire_dtype,
         stall_timeout_s=config.stall_timeout_s,
         abort_timeout_s=config.abort_timeout_s,
     )
     decoder = Decoder(engine, blocks, fetcher, config, metrics)
-    server = DecodeServer(decoder, metrics)
-    listener = await _listen(config, identity, server, tls)
+    description = describe(
+        engine.facts.geometry, model=engine.facts.name, max_model_len=engine.facts.max_model_len
+    )
+    server = DecodeServer(decoder, boxes, metrics, description=description)
+    listener = await _listen(config, identity, server, leases, tls)
     admin = AdminServer(
         "127.0.0.1",
         config.admin_port,
@@ -70,6 +126,8 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
             **decoder.stats(),
             "has_row_copies": engine.has_row_copies,
             "leases": leases.stats(),
+            "is_over_quarantine_budget": leases.is_over_budget,
+            "mapped_memory": None if host is None else host.stats(),
             "routers": server.stats(),
             "prefill_workers": peers.stats(),
         },
@@ -90,6 +148,7 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
         await admin.start()
         async with asyncio.TaskGroup() as tasks:
             connecting = tasks.create_task(peers.run(), name="prefill-peers")
+            waiting = tasks.create_task(quarantine.run(), name="quarantine")
             decoding = tasks.create_task(decoder.run(), name="decode-loop")
             announcing = tasks.create_task(
                 announce(
@@ -120,12 +179,13 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
             await announcing
             decoding.cancel()
             connecting.cancel()
+            waiting.cancel()
     finally:
         await listener.close()
         await admin.close()
 
 
-def _load_engine(config: DecodeConfig) -> Engine:
+def _load_engine(config: DecodeConfig, pool: SharedPool) -> Engine:
     try:
         engine = Engine.load(
             config.model,
@@ -134,22 +194,28 @@ def _load_engine(config: DecodeConfig) -> Engine:
             block_size=config.block_size,
             max_model_len=config.max_model_len or None,
             has_row_copies={"auto": None, "yes": True, "no": False}[config.row_copies],
+            pool_memory=pool.take if pool.is_wanted else None,
         )
         engine.warm_up()
-    except EngineError as exc:
+    except (EngineError, LocalProtocolError) as exc:
         raise ServiceError(str(exc)) from exc
     return engine
 
 
 async def _listen(
-    config: DecodeConfig, identity: Identity, server: DecodeServer, tls: TlsContexts
+    config: DecodeConfig,
+    identity: Identity,
+    server: DecodeServer,
+    leases: LeaseTable,
+    tls: TlsContexts,
 ) -> Server:
     try:
         return await serve_tcp(
             config.listen_host,
             config.listen_port,
             identity=identity,
-            handler=server.handle,
+            handler=Links(server.handle).handle,
+            landing=leases,
             tls=tls.server,
         )
     except LocalProtocolError as exc:

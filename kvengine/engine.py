@@ -62,6 +62,7 @@ class Engine:
         max_model_len: int | None = None,
         use_fast_layers: bool = True,
         has_row_copies: bool | None = False,
+        pool_memory: Callable[[PoolLayout], memoryview] | None = None,
     ) -> Engine:
         """Load a model folder and make a pool for it.
 
@@ -77,6 +78,7 @@ class Engine:
             has_row_copies: keep a second layout of some weights, which makes steps of one sequence
                 about a tenth faster; None does so if it takes at most an eighth of the memory that
                 is available.
+            pool_memory: gives the memory of the pool, see `KvPool`; what it raises is passed on.
 
         Raises:
             ModelLoadError: see `load_model`.
@@ -102,7 +104,8 @@ class Engine:
         fallbacks: list[str] = []
         if use_fast_layers:
             fallbacks = make_fast(model, facts.geometry, has_row_copies=has_row_copies)
-        pool = KvPool(PoolLayout(facts.geometry, num_blocks, block_size))
+        layout = PoolLayout(facts.geometry, num_blocks, block_size)
+        pool = KvPool(layout, None if pool_memory is None else pool_memory(layout))
         return cls(model, facts, pool, fallbacks, has_row_copies=use_fast_layers and has_row_copies)
 
     def forward(

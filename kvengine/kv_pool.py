@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from kvengine.errors import PoolTooSmall
-from kvproto.geometry import KEY_REGION, VALUE_REGION, PoolLayout, slot_runs
+from kvproto.geometry import KEY_REGION, VALUE_REGION, PoolLayout
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -25,10 +25,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class KvPool:
-    """K and V of every slot of every layer, in one anonymous mapping.
+    """K and V of every slot of every layer, in one piece of memory.
 
-    Pages are taken from the system when they are first written, so a large pool costs nothing
-    until it is used. The mapping lives as long as any view of it.
+    By default an anonymous mapping: pages are taken from the system when they are first written,
+    so a large pool costs nothing until it is used. The memory lives as long as any view of it.
+
+    Args:
+        layout: where each token lies.
+        memory: take this instead, writable, `layout.nbytes` long; memory that is shared with
+            other processes, for example.
 
     Attributes:
         layout: where each token lies.
@@ -40,23 +45,11 @@ class KvPool:
         PoolTooSmall: the system refused a mapping of this size.
     """
 
-    def __init__(self, layout: PoolLayout) -> None:
+    def __init__(self, layout: PoolLayout, memory: memoryview | None = None) -> None:
         self.layout = layout
-        try:
-            # Private, not shared: shared anonymous memory is a tmpfs file, without huge pages.
-            mapping = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError, ValueError) as error:
-            raise PoolTooSmall(
-                f"The system refused a KV pool of {layout.nbytes} bytes ({error}): give a smaller "
-                "pool size."
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # A kernel without transparent huge pages is slower, not wrong.
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        self.region = memoryview(mapping)
+        self.region = _anonymous(layout.nbytes) if memory is None else memory
         geometry = layout.geometry
-        whole = torch.frombuffer(mapping, dtype=torch_dtype(geometry.dtype)).view(
+        whole = torch.frombuffer(self.region, dtype=torch_dtype(geometry.dtype)).view(
             geometry.num_layers, 2, layout.num_slots, geometry.num_kv_heads, geometry.head_dim
         )
         self.keys: list[torch.Tensor] = list(whole[:, KEY_REGION].unbind(0))
@@ -72,9 +65,22 @@ class KvPool:
         Raises:
             LocalProtocolError: the range reaches outside the block table.
         """
-        runs = slot_runs(block_table, first_token, num_tokens, self.layout.block_size)
+        pieces = self.layout.pieces(layer, block_table, first_token, num_tokens)
         return [
-            self.region[offset : offset + nbytes]
-            for region in (KEY_REGION, VALUE_REGION)
-            for offset, nbytes in self.layout.spans(layer, region, runs)
+            self.region[offset : offset + nbytes] for spans in pieces for offset, nbytes in spans
         ]
+
+
+def _anonymous(nbytes: int) -> memoryview:
+    try:
+        # Private, not shared: shared anonymous memory is a tmpfs file, without huge pages.
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise PoolTooSmall(
+            f"The system refused a KV pool of {nbytes} bytes ({error}): give a smaller pool size."
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A kernel without transparent huge pages is slower, not wrong.
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)

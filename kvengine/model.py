@@ -177,12 +177,15 @@ def _geometry(
             f"{name} has layers with different KV shapes: serve a model whose layers are alike."
         )
     (head_dim,), (width,) = head_dims, widths
-    return KvGeometry(
+    return KvGeometry.uniform(
         num_layers=len(modules),
         num_kv_heads=width // head_dim,
         head_dim=head_dim,
         dtype=dtype_name,
         layer_names=tuple(modules),
+        windows_tokens=[
+            int(getattr(module, "sliding_window", None) or 0) for module in modules.values()
+        ],
     )
 
 

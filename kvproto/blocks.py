@@ -9,7 +9,7 @@ write. Allocation prefers neighbours, because neighbouring blocks are one piece 
 wire (``geometry.slot_runs``). Pure bookkeeping, no memory is touched. Not thread-safe.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,8 +69,8 @@ class BlockPool:
         start = self._start_index(num_blocks, after)
         block_ids = self._free[start : start + num_blocks]
         del self._free[start : start + num_blocks]
+        self._move_all(block_ids, BlockEvent.ALLOCATE, "")
         for block_id in block_ids:
-            self._move(block_id, BlockEvent.ALLOCATE)
             self._blocks[block_id].owner = owner
         return block_ids
 
@@ -137,17 +137,25 @@ class BlockPool:
     def _move_all(self, block_ids: Sequence[int], event: BlockEvent, owner: str) -> None:
         if len(set(block_ids)) != len(block_ids):
             raise LocalProtocolError(f"cannot {event.value}: a block is listed twice")
-        for block_id in block_ids:
-            self._check_id(block_id)
-            entry = self._blocks[block_id]
+        if block_ids:
+            self._check_id(min(block_ids))
+            self._check_id(max(block_ids))
+        entries = [self._blocks[block_id] for block_id in block_ids]
+        next_states: list[BlockState] = []
+        state: BlockState | None = None
+        for block_id, entry in zip(block_ids, entries, strict=True):
             if entry.owner != owner:
                 raise LocalProtocolError(
                     f"cannot {event.value} block {block_id} for {owner!r}: it belongs to "
                     f"{entry.owner!r}"
                 )
-            self._next_state(block_id, event)
-        for block_id in block_ids:
-            self._move(block_id, event)
+            # Most often all have the same state: the table is asked once.
+            if entry.state is not state:
+                state = entry.state
+                next_state = self._next_state(block_id, event)
+            next_states.append(next_state)
+        for entry, next_state in zip(entries, next_states, strict=True):
+            entry.state = next_state
 
     def _next_state(self, block_id: int, event: BlockEvent) -> BlockState:
         try:
@@ -155,14 +163,13 @@ class BlockPool:
         except InvalidTransition as exc:
             raise LocalProtocolError(f"block {block_id}: {exc}") from exc
 
-    def _move(self, block_id: int, event: BlockEvent) -> None:
-        self._blocks[block_id].state = self._next_state(block_id, event)
-
     def _put_back(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             entry = self._blocks[block_id]
             entry.owner, entry.generation = "", 0
-            insort(self._free, block_id)
+        # Two ascending runs, most often: sorting only merges them.
+        self._free += block_ids
+        self._free.sort()
 
     def _check_id(self, block_id: int) -> None:
         if not 0 <= block_id < len(self._blocks):

@@ -3,40 +3,67 @@
 One contract, several carriers: frames on TCP (``tcp.TcpWriter``), mapped memory, RDMA WRITE. The
 receiver decides where bytes go (``Landing``), from logical coordinates only; no address ever
 comes from a peer. The sender names layer and tokens (``KvWriter``) and never sees the receiver's
-memory. Source: docs/wire.md section 6.
+memory, unless a carrier has attached it to the region that the receiver offered.
+Source: docs/wire.md section 6.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvproto.geometry import KvGeometry
-from kvproto.messages import Write
+from kvproto.digest import RegionDigests
+from kvproto.geometry import KvGeometry, Region
+from kvproto.header import ByteOrder
+from kvproto.messages import Placed, Write
 
 
 class Landing(Protocol):
-    """Where the bodies of WRITE go. Synchronous: called while bytes are being received.
+    """Where KV goes. Synchronous: called while bytes are being received.
 
-    For each WRITE the connection calls ``destination`` once and then, if that returned, exactly
-    one of ``landed`` and ``abandoned``.
+    For each WRITE the connection calls ``destination`` once and then, if that returned,
+    ``received`` for each piece and exactly one of ``landed`` and ``abandoned``.
     """
 
     @property
     def geometry(self) -> KvGeometry:
         """The geometry that both sides agreed on."""
 
-    def destination(self, write: Write, body_nbytes: int, writer: str) -> list[memoryview]:
-        """Writable memory for the body, K then V, in order; the sizes add up to ``body_nbytes``.
+    def destination(
+        self, write: Write, body_nbytes: int, shape_word: int, writer: str
+    ) -> list[memoryview]:
+        """Writable memory for the body, in order; the sizes add up to ``body_nbytes``.
 
         ``writer`` is the instance id of the authenticated peer. Until ``landed`` or
         ``abandoned``, the memory is being written. LeaseError refuses the write; nothing is then
-        written and neither of the two is called.
+        written and none of the others is called. Malformed: another shape word than the write's.
         """
 
-    def landed(self, write: Write) -> None:
-        """The whole body is in place, its payload check agreed, in this host's byte order."""
+    def received(self, write: Write, piece: memoryview) -> None:
+        """The next bytes of the body as they arrived, in the sender's byte order."""
+
+    def landed(self, write: Write, order: ByteOrder) -> None:
+        """The whole body is in place, in the sender's ``order``; the frame's checks agreed."""
 
     def abandoned(self, write: Write) -> None:
         """The body will not be completed; nobody writes to the memory any more."""
+
+    def placed(self, placed: Placed, writer: str) -> None:
+        """A carrier has put these tokens where they belong. LeaseError refuses to count them."""
+
+
+class Converter(Protocol):
+    """Turns rows as they travel into rows as the pool holds them; see ``convert.RowConverter``."""
+
+    def unpack(
+        self,
+        wire: memoryview,
+        wire_region: Region,
+        wire_dtype: str,
+        pool: Sequence[memoryview],
+        pool_region: Region,
+        pool_dtype: str,
+        first_head: int,
+    ) -> None:
+        """Write the rows of ``wire`` into heads ``first_head ..`` of the rows of ``pool``."""
 
 
 class KvWriter(Protocol):
@@ -50,11 +77,13 @@ class KvWriter(Protocol):
         first_token: int,
         num_tokens: int,
         buffers: Sequence[memoryview],
+        digests: RegionDigests | None = None,
     ) -> None:
-        """Send K then V of ``num_tokens`` tokens of one layer.
+        """Send ``num_tokens`` tokens of one layer.
 
-        ``buffers`` are pieces of K in token order, then of V; together
-        ``geometry.write_nbytes(num_tokens)`` bytes. They must not change until ``flush`` returns.
+        ``buffers`` are pieces of the layer's first region in token order, then of its second, and
+        so on: ``geometry.write_nbytes`` bytes. They must not change until ``flush`` returns.
+        ``digests``, if given, takes the bytes as well, while they are in the cache anyway.
         Returns when more may be sent, not when the bytes have arrived: arrival is proven by
         COMMIT_ACK alone. Raises ConnectionLost.
         """

@@ -10,9 +10,9 @@ Every fault of the peer ends in one ``Ended`` event, the last one; nothing is ra
 peer does. An ERROR for the peer is queued then, so the driver should still write
 ``data_to_send``; bytes received from then on are dropped.
 
-The body of a WRITE goes straight into the landing's memory and is announced only after its
-payload check. A WRITE without permission is drained and answered with ERROR; the connection
-survives. Source: docs/wire.md sections 5 to 8.
+The body of a WRITE goes straight into the landing's memory and is announced only once it is
+complete and its frame's checks agreed. A WRITE without permission is drained and answered with
+ERROR; the connection survives. Source: docs/wire.md sections 5 to 8.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +54,7 @@ from kvproto.messages import (
     Hello,
     Message,
     Ping,
+    Placed,
     Pong,
     Write,
     encode_fields,
@@ -105,8 +106,12 @@ class Connection:
         self.num_frames_sent = 0
         self.num_frames_received = 0
         self.num_writes_refused = 0
-        self._reader = FrameReader(self._open_body, max_payload_nbytes=HANDSHAKE_MAX_PAYLOAD_NBYTES)
         self._write_receiver = WriteReceiver(landing)
+        self._reader = FrameReader(
+            self._open_body,
+            self._write_receiver.received,
+            max_payload_nbytes=HANDSHAKE_MAX_PAYLOAD_NBYTES,
+        )
         self._canary = bytearray(CANARY_NBYTES)
         self._dropped = memoryview(bytearray(_DROP_NBYTES))
 
@@ -125,6 +130,18 @@ class Connection:
     def next_buffer(self) -> memoryview:
         """Where the next received bytes belong; never empty, valid until ``bytes_received``."""
         return self._dropped if self._is_over() else self._reader.next_buffer()
+
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes of a body that certainly come before anything else can; 0 if there is no such."""
+        return 0 if self._is_over() else self._reader.missing_nbytes
+
+    def middle_received(self, nbytes: int) -> bool:
+        """``bytes_received`` in short, for the many reads in the middle of a large body.
+
+        True: there is no event and nothing to send. False: nothing was done, call the other.
+        """
+        return not self._is_over() and self._reader.middle_received(nbytes)
 
     def bytes_received(self, nbytes: int) -> list[Event]:
         """Handle the first ``nbytes`` of what ``next_buffer`` returned. Never raises for them."""
@@ -176,12 +193,10 @@ class Connection:
         elif isinstance(message, Ping):
             self._pending_pong_token = message.token
         elif isinstance(message, Write):
-            refusal = self._write_receiver.complete(frame.header)
-            if refusal is None:
-                events.append(MessageReceived(message))
-            else:
-                self._refuse(message, refusal)
-                events.append(WriteRefused(message, refusal))
+            self._counted(message, self._write_receiver.complete(frame.header), events)
+        elif isinstance(message, Placed) and self._remote is not None:
+            refusal = self._write_receiver.placed(message, self._remote.instance_id)
+            self._counted(message, refusal, events)
         elif not isinstance(message, Pong):
             events.append(MessageReceived(message))
 
@@ -223,7 +238,16 @@ class Connection:
         self._poison()
         events.append(Ended(_peer_error(error, is_ready=is_ready)))
 
-    def _refuse(self, write: Write, refusal: LeaseError) -> None:
+    def _counted(
+        self, write: Write | Placed, refusal: LeaseError | None, events: list[Event]
+    ) -> None:
+        if refusal is None:
+            events.append(MessageReceived(write))
+        else:
+            self._refuse(write, refusal)
+            events.append(WriteRefused(write, refusal))
+
+    def _refuse(self, write: Write | Placed, refusal: LeaseError) -> None:
         """Tell the sender once per transfer, not once per frame it already had on the way."""
         self.num_writes_refused += 1
         transfer = (write.sequence_id, write.generation)
@@ -251,8 +275,17 @@ class Connection:
 
     # -- sending -------------------------------------------------------------------------------
 
-    def send(self, message: Message, body: Sequence[Buffer] = (), *, shape_word: int = 0) -> None:
+    def send(
+        self,
+        message: Message,
+        body: Sequence[Buffer] = (),
+        *,
+        shape_word: int = 0,
+        is_body_checked: bool = True,
+    ) -> None:
         """Queue a message. ``body`` (WRITE only, in our byte order) is not copied.
+
+        ``is_body_checked`` False leaves the body to the digests of COMMIT.
 
         LocalProtocolError, in this order: the connection is not READY, our role may not send this
         message, a body or shape word on anything but WRITE, a field breaks its limit, the payload
@@ -265,7 +298,7 @@ class Connection:
             raise LocalProtocolError(f"cannot send {name}: a {self._identity.role} never does")
         if (body or shape_word) and message.kind is not Kind.WRITE:
             raise LocalProtocolError(f"cannot send {name} with a body: only WRITE has one")
-        self._queue(message, body, shape_word, self._remote.max_payload_nbytes)
+        self._queue(message, body, shape_word, is_body_checked, self._remote.max_payload_nbytes)
 
     def send_error(self, error: KvProtoError) -> None:
         """Queue an ERROR about the whole connection and end it, in any state. Idempotent."""
@@ -287,11 +320,19 @@ class Connection:
         message: Message,
         body: Sequence[Buffer] = (),
         shape_word: int = 0,
+        is_body_checked: bool = True,
         max_payload_nbytes: int = MAX_U64,
     ) -> list[Buffer]:
         order = self._identity.byte_order
         fields = encode_fields(message, order)
-        frame = encode_frame(message.kind, fields, body, shape_word=shape_word, order=order)
+        frame = encode_frame(
+            message.kind,
+            fields,
+            body,
+            shape_word=shape_word,
+            order=order,
+            is_body_checked=is_body_checked,
+        )
         payload_nbytes = total_nbytes(frame) - HEADER_NBYTES
         if payload_nbytes > max_payload_nbytes:
             raise LocalProtocolError(
@@ -305,7 +346,8 @@ class Connection:
     # -- states --------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        return self._state in {ConnectionState.POISONED, ConnectionState.ENDED}
+        state = self._state  # compared by identity: this is asked for every read
+        return state is ConnectionState.POISONED or state is ConnectionState.ENDED
 
     def _advance(self, event: ConnectionEvent) -> None:
         self._state = advance(CONNECTION_TRANSITIONS, self._state, event)

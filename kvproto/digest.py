@@ -1,77 +1,96 @@
-"""Digests of a transfer: one per (layer, region), over the region's bytes in token order.
+"""Digests of a transfer: one per region of each layer, over the region's bytes in token order.
 
-    digests[2 * layer + region] = xxh3-64 (seed 0) of token 0's bytes, token 1's bytes, ...
+    digests[region of layer, counted over all layers] = xxh3-64 (seed 0) of its first row, ...
 
-The key is the logical coordinate, not the slot, so that both sides compute the same numbers
-whatever their blocks are. One digest runs over a whole region: swapped tokens or blocks change
-it, which a sum of per-block checksums would not show. Source: docs/wire.md section 7.
+For ordinary attention that is K of layer 0, V of layer 0, K of layer 1, and so on. The key is the
+logical coordinate, not the slot, so that both sides compute the same numbers whatever their blocks
+are. One digest runs over a whole region: swapped tokens or blocks change it, which a sum of
+per-block checksums would not show. The bytes are those that travel, in the sender's byte order.
+Source: docs/wire.md section 7.
 """
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
 
 from xxhash import xxh3_64
 
-from kvproto.buffer import Buffer, byte_view, swap_in_place
+from kvproto.buffer import Buffer, byte_view
 from kvproto.errors import DigestMismatch, LocalProtocolError
-from kvproto.geometry import KEY_REGION, NUM_REGIONS, KvGeometry, PoolLayout, slot_runs
-from kvproto.header import HOST_ORDER, ByteOrder
-
-_PIECE_NBYTES: Final = 64 * 1024
+from kvproto.geometry import KvGeometry, PoolLayout
 
 
 class RegionDigests:
-    """Digests of bytes that arrive piece by piece, each region in token order."""
+    """Digests of bytes that go piece by piece, each region in token order.
+
+    A WRITE is taken in two steps, because it may be given up half-way: ``begin``, then its bytes
+    into the ``BodyDigests``, then ``accept``.
+    """
 
     def __init__(self, geometry: KvGeometry) -> None:
-        self._num_layers = geometry.num_layers
-        self._hashers = [xxh3_64() for _ in range(NUM_REGIONS * geometry.num_layers)]
+        self._layers = [[xxh3_64() for _ in layer.regions] for layer in geometry.layers]
+
+    def begin(self, layer: int, region_nbytes: Sequence[int]) -> "BodyDigests":
+        """Digests of the regions of one layer, to be continued by a body of these sizes."""
+        return BodyDigests([hasher.copy() for hasher in self._layers[layer]], region_nbytes)
+
+    def accept(self, layer: int, body: "BodyDigests") -> None:
+        """The body is complete: its bytes belong to the regions."""
+        self._layers[layer] = body.hashers
 
     def update(self, layer: int, region: int, buffer: Buffer) -> None:
         """Append bytes to one region. LocalProtocolError if there is no such region."""
-        if not (0 <= layer < self._num_layers and 0 <= region < NUM_REGIONS):
+        if not (0 <= layer < len(self._layers) and 0 <= region < len(self._layers[layer])):
             raise LocalProtocolError(f"digest: no layer {layer} region {region}")
-        self._hashers[NUM_REGIONS * layer + region].update(byte_view(buffer))
+        self._layers[layer][region].update(byte_view(buffer))
 
     def values(self) -> list[int]:
-        """The digests so far: 2 * num_layers, layer-major, K then V."""
-        return [hasher.intdigest() for hasher in self._hashers]
+        """The digests so far, layer by layer, region by region."""
+        return [hasher.intdigest() for hashers in self._layers for hasher in hashers]
+
+
+class BodyDigests:
+    """The bytes of one body, in order, each into the digest of its region."""
+
+    def __init__(self, hashers: list[xxh3_64], region_nbytes: Sequence[int]) -> None:
+        self.hashers = hashers
+        self._left = list(region_nbytes)
+        self._region = 0
+
+    def update(self, piece: memoryview) -> None:
+        """Take bytes; the pieces of a body add up to its regions, the caller has checked that."""
+        while piece.nbytes:
+            taken = piece[: self._left[self._region]]
+            self.hashers[self._region].update(taken)
+            self._left[self._region] -= taken.nbytes
+            piece = piece[taken.nbytes :]
+            if piece.nbytes:
+                self._region += 1
 
 
 def digest_blocks(
-    layout: PoolLayout,
-    pool: memoryview,
-    block_table: Sequence[int],
-    num_tokens: int,
-    *,
-    order: ByteOrder = HOST_ORDER,
+    layout: PoolLayout, pool: memoryview, block_table: Sequence[int], num_tokens: int
 ) -> list[int]:
     """Digests of ``num_tokens`` tokens as they lie in a pool of ``layout``.
 
-    ``order`` is the byte order of the side whose digests these are compared with: the digest is
-    of the elements as the sender's memory holds them. LocalProtocolError if the block table is
-    too short. Takes as long as hashing the bytes; call it in a thread for large sequences.
+    Each layer from its first needed token on, as it travels. LocalProtocolError if the block
+    table is too short. Takes as long as hashing the bytes; call it in a thread for large
+    sequences.
     """
-    runs = slot_runs(block_table, 0, num_tokens, layout.block_size)
     digests = RegionDigests(layout.geometry)
-    for layer in range(layout.geometry.num_layers):
-        for region in range(NUM_REGIONS):
-            for offset, nbytes in layout.spans(layer, region, runs):
-                view = pool[offset : offset + nbytes]
-                if order is HOST_ORDER:
-                    digests.update(layer, region, view)
-                else:
-                    _update_swapped(digests, layer, region, view, layout.geometry)
+    for layer, region, view in blocks_views(layout, pool, block_table, num_tokens):
+        digests.update(layer, region, view)
     return digests.values()
 
 
-def _update_swapped(
-    digests: RegionDigests, layer: int, region: int, view: memoryview, geometry: KvGeometry
-) -> None:
-    for start in range(0, view.nbytes, _PIECE_NBYTES):
-        piece = bytearray(view[start : start + _PIECE_NBYTES])
-        swap_in_place(memoryview(piece), geometry.element_nbytes)
-        digests.update(layer, region, piece)
+def blocks_views(
+    layout: PoolLayout, pool: memoryview, block_table: Sequence[int], num_tokens: int
+) -> Iterator[tuple[int, int, memoryview]]:
+    """(layer, region, bytes) of a prompt in a pool, in the order in which they are digested."""
+    for index, layer in enumerate(layout.geometry.layers):
+        first = layer.first_needed_token(num_tokens)
+        pieces = layout.pieces(index, block_table, first, num_tokens - first, is_last=True)
+        for region, spans in enumerate(pieces):
+            for offset, nbytes in spans:
+                yield index, region, pool[offset : offset + nbytes]
 
 
 def check_digests(
@@ -83,12 +102,11 @@ def check_digests(
             f"COMMIT has {len(announced)} digests, this model needs {len(computed)}",
             sequence_id=sequence_id,
         )
-    for index, (theirs, ours) in enumerate(zip(announced, computed, strict=True)):
+    names = [(layer.name, region.name) for layer in geometry.layers for region in layer.regions]
+    for (layer, region), theirs, ours in zip(names, announced, computed, strict=True):
         if theirs != ours:
-            layer, region = divmod(index, NUM_REGIONS)
             raise DigestMismatch(
-                f"{'K' if region == KEY_REGION else 'V'} of layer "
-                f"{geometry.layer_names[layer]} has digest {ours:#018x} here, "
+                f"region {region} of layer {layer} has digest {ours:#018x} here, "
                 f"{theirs:#018x} at the sender",
                 sequence_id=sequence_id,
             )

@@ -2,6 +2,7 @@
 
     KvProtoError                    every error of this package; ``.code`` is its wire code
     ├── LocalProtocolError          our caller broke the contract; nothing was sent
+    │   └── ConversionError         a value that the other element type cannot hold
     ├── RemoteProtocolError         the peer broke the contract; the connection is poisoned
     │   ├── BadMagic
     │   ├── UnsupportedVersion
@@ -20,6 +21,8 @@
     │   └── DigestMismatch          the bytes landed are not the bytes sent
     ├── PoolExhausted
     ├── Overloaded                  no room for another peer
+    ├── CarrierUnavailable          these two cannot use this carrier; another one may do
+    ├── KvFileError                 a file is not the KV of a prompt, or is damaged; ``.path``
     └── PeerError                   the peer sent ERROR; ``.field``, ``.sequence_id``
 
 Local faults stand apart from remote ones because the reaction differs: a local fault is a bug
@@ -72,6 +75,10 @@ class LocalProtocolError(KvProtoError):
     """Our own caller broke the contract; the connection is still usable."""
 
     code = ErrorCode.LOCAL
+
+
+class ConversionError(LocalProtocolError):
+    """A value of our KV has no counterpart in the element type that was asked for."""
 
 
 class RemoteProtocolError(KvProtoError):
@@ -237,6 +244,28 @@ class Overloaded(KvProtoError):
     """This side serves as many peers as it may."""
 
     code = ErrorCode.OVERLOADED
+
+
+class CarrierUnavailable(KvProtoError):
+    """A carrier cannot be used between these two; the sentence says why. TCP always can."""
+
+    code = ErrorCode.INCOMPATIBLE
+
+
+class KvFileError(KvProtoError):
+    """A KV file cannot be read or written: not one, not complete, damaged, no room.
+
+    Args:
+        path: the file.
+        reason: what is wrong and, where something helps, what to do.
+    """
+
+    code = ErrorCode.MALFORMED
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"KV file {path}: {reason}")
+        self.path = path
+        self.reason = reason
 
 
 class PeerError(KvProtoError):

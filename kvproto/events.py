@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvproto.errors import KvProtoError, LeaseError
-from kvproto.messages import Hello, Message, Write
+from kvproto.messages import Hello, Message, Placed, Write
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +16,16 @@ class HandshakeDone:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """A message. For a Write: its body is already in the landing's memory."""
+    """A message. For a Write or Placed: its bytes are in the landing's memory and counted."""
 
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRefused:
-    """A WRITE had no permission; it was drained and the sender was told."""
+    """A WRITE or PLACED had no permission; it was not counted and the sender was told."""
 
-    write: Write
+    write: Write | Placed
     error: LeaseError
 
 

@@ -26,7 +26,8 @@ ALIGNMENT: Final = 64
 PREFIX_NBYTES: Final = 4
 # A prompt of MAX_TOKENS is 4 MiB; nothing else comes near.
 MAX_DESCRIPTOR_NBYTES: Final = 5 * 1024 * 1024
-MAX_ARRAY_ITEMS: Final = 64
+# The layers of a DESCRIPTION; the descriptor's own size bounds what nesting could claim.
+MAX_ARRAY_ITEMS: Final = 4096
 MAX_MAP_ITEMS: Final = 64
 MAX_STR_NBYTES: Final = 1024
 _LOW_32: Final = 0xFFFF_FFFF
@@ -49,10 +50,12 @@ def encode_frame(
     *,
     shape_word: int = 0,
     order: ByteOrder,
+    is_body_checked: bool = True,
 ) -> list[Buffer]:
     """Buffers of one frame: everything before the body in one piece, then ``body`` uncopied.
 
-    The bytes of ``body`` must not change until they are sent: the checksum is taken here.
+    The bytes of ``body`` must not change until they are sent: the checksum is taken here, over
+    the body as well unless ``is_body_checked`` is False (see ``header.BODY_UNCHECKED``).
     LocalProtocolError if the descriptor is above ``MAX_DESCRIPTOR_NBYTES``.
     """
     descriptor = msgpack.packb(fields, use_bin_type=True)
@@ -66,14 +69,16 @@ def encode_frame(
     padding = bytes(padding_nbytes(len(descriptor))) if body_nbytes else b""
     start = _PREFIX[order].pack(len(descriptor)) + descriptor + padding
     hasher = xxh3_64(start)
-    for view in pieces:
-        hasher.update(view)
+    if is_body_checked:
+        for view in pieces:
+            hasher.update(view)
     header = Header(
         kind,
         len(start) + body_nbytes,
         hasher.intdigest() & _LOW_32,
         shape_word,
         order,
+        is_body_checked,
     )
     return [header.encode() + start, *pieces]
 
@@ -150,9 +155,9 @@ def check_payload(computed: int, header: Header) -> None:
 def decode_frame(raw: Buffer, *, max_payload_nbytes: int) -> Frame:
     """One whole frame, for frames that lie in memory (a mapped file); the body is not copied.
 
-    Raises, in this order: Truncated, then what ``Header.decode`` raises, Truncated or
-    Malformed("payload") if the sizes disagree, ChecksumMismatch, what ``decode_prefix`` raises,
-    Malformed("padding"), Malformed("descriptor").
+    A body under ``header.BODY_UNCHECKED`` is not read. Raises, in this order: Truncated, then
+    what ``Header.decode`` raises, Truncated or Malformed("payload") if the sizes disagree, what
+    ``decode_prefix`` raises, ChecksumMismatch, Malformed("padding"), Malformed("descriptor").
     """
     view = byte_view(raw)
     if view.nbytes < HEADER_NBYTES:
@@ -163,12 +168,14 @@ def decode_frame(raw: Buffer, *, max_payload_nbytes: int) -> Frame:
         raise Truncated(f"payload has {payload.nbytes} of {header.payload_nbytes} bytes")
     if payload.nbytes > header.payload_nbytes or payload.nbytes < PREFIX_NBYTES:
         raise Malformed("payload", f"has {payload.nbytes} bytes")
-    check_payload(xxh3_64(payload).intdigest(), header)
     descriptor_nbytes, padding, _ = decode_prefix(payload[:PREFIX_NBYTES], header)
     descriptor_end = PREFIX_NBYTES + descriptor_nbytes
-    check_padding(payload[descriptor_end : descriptor_end + padding])
+    body_start = descriptor_end + padding
+    checked = payload if header.is_body_checked else payload[:body_start]
+    check_payload(xxh3_64(checked).intdigest(), header)
+    check_padding(payload[descriptor_end:body_start])
     fields = decode_descriptor(payload[PREFIX_NBYTES:descriptor_end])
-    return Frame(header, fields, payload[descriptor_end + padding :])
+    return Frame(header, fields, payload[body_start:])
 
 
 def _unique_map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:

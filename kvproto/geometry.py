@@ -1,9 +1,11 @@
 """What the KV cache of a model looks like, and where each token of it lies in a pool.
 
-A *region* is the K or the V of one layer: region 0 is K, region 1 is V. A *slot* is one token
-position of the pool, ``block_id * block_size + offset``. A pool is one buffer:
+A *layer* has named *regions*: K and V for ordinary attention, one latent for multi-head latent
+attention, a state for a recurrent layer. A region holds one row per token, or one per sequence. A
+*slot* is one token position of the pool, ``block_id * block_size + offset``. A pool is one buffer:
 
-    pool[layer][region][slot]  ->  token_nbytes bytes, shape [num_kv_heads, head_dim]
+    pool[layer][region][slot]      ->  one token's row, shape [num_heads, head_dim]
+    pool[layer][region][block_id]  ->  one sequence's row, kept with the sequence's first block
 
 so a run of neighbouring slots is one contiguous piece of memory, and merging neighbouring blocks
 makes few large pieces. The geometry is agreed in the handshake; the block size is not, because
@@ -14,19 +16,25 @@ Pure arithmetic: no buffer is touched here.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Final
 
 import xxhash
 
 from kvproto.errors import LocalProtocolError
-from kvproto.shape import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, Shape
+from kvproto.shape import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_SEQ_LEN, Shape
 
 KEY_REGION: Final = 0
 VALUE_REGION: Final = 1
-NUM_REGIONS: Final = 2
 LAYOUT: Final = "layer/region/token/head"
 MAX_LAYER_NAME_NBYTES: Final = 128
+MAX_LAYER_REGIONS: Final = 8
+PER_TOKEN: Final = "token"
+PER_SEQUENCE: Final = "sequence"
+# Elements of 8 bits, and before them one binary32 scale for each head: x = scale * int8.
+SCALED_INT8: Final = "int8"
+SCALE_NBYTES: Final = 4
 # The names torch uses, without "torch.". Sizes in bytes of one element.
 DTYPE_NBYTES: Final[Mapping[str, int]] = {
     "float64": 8,
@@ -35,6 +43,7 @@ DTYPE_NBYTES: Final[Mapping[str, int]] = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    SCALED_INT8: 1,
 }
 
 
@@ -55,58 +64,126 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """One tensor of one layer: rows of ``num_heads * head_dim`` elements.
+
+    Args:
+        name: printable ASCII, distinct within the layer: "k", "v", "latent", "state".
+        num_heads: 1..4095; 1 for a latent that all heads share.
+        head_dim: elements per head, 1..4095.
+        per: one row per "token" or one per "sequence".
+    """
+
+    name: str
+    num_heads: int
+    head_dim: int
+    per: str = PER_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the KV cache.
+
+    Args:
+        name: printable ASCII, distinct; a WRITE names its layer by it, never by position.
+        regions: 1..8, in the order in which they travel.
+        window_tokens: attention sees this many last tokens, itself included; 0 for all. Only the
+            last ``window_tokens`` tokens of a prompt are handed over.
+    """
+
+    name: str
+    regions: tuple[Region, ...]
+    window_tokens: int = 0
+
+    def first_needed_token(self, num_tokens: int) -> int:
+        """The first of ``num_tokens`` tokens whose rows the next token needs."""
+        if all(region.per == PER_SEQUENCE for region in self.regions):
+            return num_tokens - 1  # the state behind the last token is all there is
+        return max(0, num_tokens - self.window_tokens) if self.window_tokens else 0
+
+
+@dataclass(frozen=True, slots=True)
 class KvGeometry:
     """Shape and names of one model's KV cache.
 
     Args:
-        num_layers: layers with a KV cache, 1..4095.
-        num_kv_heads: K and V heads per layer, 1..4095.
-        head_dim: elements per head, 1..4095.
+        layers: 1..4095, in the order of the model.
         dtype: a key of ``DTYPE_NBYTES``.
-        layer_names: one distinct name per layer, 1..128 bytes of printable ASCII; a WRITE names
-            its layer by it, never by position.
 
     Raises LocalProtocolError naming the first field that breaks these rules.
     """
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[Layer, ...]
     dtype: str
-    layer_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        for name, limit in (
-            ("num_layers", MAX_LAYERS),
-            ("num_kv_heads", MAX_KV_HEADS),
-            ("head_dim", MAX_HEAD_DIM),
-        ):
-            if not 1 <= getattr(self, name) <= limit:
-                raise LocalProtocolError(
-                    f"geometry: {name} is {getattr(self, name)}, outside 1..{limit}; "
-                    "the wire format cannot carry this model"
-                )
+        _check_count("num_layers", len(self.layers), MAX_LAYERS)
         if self.dtype not in DTYPE_NBYTES:
             raise LocalProtocolError(
                 f"geometry: dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPE_NBYTES)}"
             )
-        if len(self.layer_names) != self.num_layers or len(set(self.layer_names)) != len(
-            self.layer_names
-        ):
-            raise LocalProtocolError(
-                f"geometry: layer_names has {len(set(self.layer_names))} distinct names for "
-                f"{self.num_layers} layers; give each layer one name"
+        _check_names("layer_names", [layer.name for layer in self.layers])
+        for layer in self.layers:
+            _check_count(
+                f"number of regions of {layer.name}", len(layer.regions), MAX_LAYER_REGIONS
             )
-        for layer_name in self.layer_names:
-            if not (
-                1 <= len(layer_name) <= MAX_LAYER_NAME_NBYTES
-                and layer_name.isascii()
-                and layer_name.isprintable()
-            ):
+            _check_names(f"region names of {layer.name}", [region.name for region in layer.regions])
+            if not 0 <= layer.window_tokens <= MAX_SEQ_LEN:
                 raise LocalProtocolError(
-                    f"geometry: layer name {layer_name!r} is not 1..{MAX_LAYER_NAME_NBYTES} "
-                    "printable ASCII characters"
+                    f"geometry: window_tokens of {layer.name} is {layer.window_tokens}, outside "
+                    f"0..{MAX_SEQ_LEN}"
                 )
+            for region in layer.regions:
+                _check_count("num_kv_heads", region.num_heads, MAX_KV_HEADS)
+                _check_count("head_dim", region.head_dim, MAX_HEAD_DIM)
+                if region.per not in (PER_TOKEN, PER_SEQUENCE):
+                    raise LocalProtocolError(
+                        f"geometry: region {region.name} of {layer.name} is per {region.per!r}; "
+                        f"it must be per {PER_TOKEN!r} or {PER_SEQUENCE!r}"
+                    )
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        layer_names: Sequence[str],
+        *,
+        windows_tokens: Sequence[int] = (),
+    ) -> "KvGeometry":
+        """K and V of equal shape in each layer; errors as the class.
+
+        ``windows_tokens``: per layer, see ``Layer``; empty for none.
+        """
+        _check_count("num_layers", num_layers, MAX_LAYERS)
+        windows = windows_tokens or [0] * num_layers
+        if len(layer_names) != num_layers or len(windows) != num_layers:
+            raise LocalProtocolError(
+                f"geometry: layer_names has {len(layer_names)} names and {len(windows)} windows "
+                f"for {num_layers} layers; give each layer one name"
+            )
+        regions = (Region("k", num_kv_heads, head_dim), Region("v", num_kv_heads, head_dim))
+        layers = tuple(
+            Layer(name, regions, window) for name, window in zip(layer_names, windows, strict=True)
+        )
+        return cls(layers, dtype)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a KV cache."""
+        return len(self.layers)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The names, in the order of the model."""
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def num_regions(self) -> int:
+        """Regions of all layers together: as many digests has a COMMIT."""
+        return sum(len(layer.regions) for layer in self.layers)
 
     @property
     def element_nbytes(self) -> int:
@@ -114,41 +191,155 @@ class KvGeometry:
         return DTYPE_NBYTES[self.dtype]
 
     @property
-    def token_nbytes(self) -> int:
-        """Bytes of one token in one region of one layer."""
-        return self.num_kv_heads * self.head_dim * self.element_nbytes
+    def num_kv_heads(self) -> int:
+        """Heads of every region. LocalProtocolError if they differ."""
+        return self._only("num_kv_heads", {region.num_heads for region in self._regions()})
+
+    @property
+    def head_dim(self) -> int:
+        """Elements per head of every region. LocalProtocolError if they differ."""
+        return self._only("head_dim", {region.head_dim for region in self._regions()})
+
+    def row_nbytes(self, region: Region) -> int:
+        """Bytes of one row (a token's or a sequence's) of a region in the geometry's dtype."""
+        scales_nbytes = SCALE_NBYTES if self.dtype == SCALED_INT8 else 0
+        return region.num_heads * (region.head_dim * self.element_nbytes + scales_nbytes)
 
     @property
     def kv_token_nbytes(self) -> int:
-        """Bytes of one token over K and V of all layers."""
-        return NUM_REGIONS * self.num_layers * self.token_nbytes
+        """Bytes of one token over the per-token regions of all layers."""
+        return sum(map(self.row_nbytes, (r for r in self._regions() if r.per == PER_TOKEN)))
 
-    def write_nbytes(self, num_tokens: int) -> int:
-        """Body bytes of a WRITE of ``num_tokens``: K then V of one layer."""
-        return NUM_REGIONS * num_tokens * self.token_nbytes
+    @property
+    def kv_sequence_nbytes(self) -> int:
+        """Bytes of one sequence over the per-sequence regions of all layers."""
+        return sum(map(self.row_nbytes, (r for r in self._regions() if r.per == PER_SEQUENCE)))
 
-    def shape_word(self, seq_len: int, *, layers: int | None = None) -> int:
-        """The header's shape word for ``seq_len`` tokens of ``layers`` layers (default: all).
+    def region_nbytes(self, layer: int, num_tokens: int, *, is_last: bool) -> list[int]:
+        """Bytes of each region in the body of a WRITE of ``num_tokens`` tokens of a layer.
 
-        LocalProtocolError if ``seq_len`` or ``layers`` does not fit.
+        ``is_last``: the last token of the prompt is among them; rows per sequence travel then.
         """
-        num_layers = self.num_layers if layers is None else layers
-        return Shape(num_layers, self.num_kv_heads, self.head_dim, seq_len).encode()
+        return [
+            self.row_nbytes(region) * (num_tokens if region.per == PER_TOKEN else is_last)
+            for region in self.layers[layer].regions
+        ]
+
+    def write_nbytes(self, layer: int, num_tokens: int, *, is_last: bool = False) -> int:
+        """Body bytes of such a WRITE."""
+        return sum(self.region_nbytes(layer, num_tokens, is_last=is_last))
+
+    def prompt_nbytes(self, num_tokens: int) -> int:
+        """Body bytes of all WRITEs of a prompt: each layer from its first needed token on."""
+        return sum(
+            self.write_nbytes(
+                index, num_tokens - layer.first_needed_token(num_tokens), is_last=True
+            )
+            for index, layer in enumerate(self.layers)
+        )
+
+    def shape_word(self, layer: int, num_tokens: int) -> int:
+        """The header's shape word of a WRITE: of the layer's first region.
+
+        LocalProtocolError if ``num_tokens`` does not fit.
+        """
+        region = self.layers[layer].regions[0]
+        return Shape(1, region.num_heads, region.head_dim, num_tokens).encode()
+
+    def as_wire(self, dtype: str = "", num_heads: int = 0) -> "KvGeometry":
+        """The same in another dtype ("": as it is), or with ``num_heads`` of the heads (0: all).
+
+        This is what a peer with another dtype or another tensor-parallel degree sends.
+        LocalProtocolError: unknown dtype; ``num_heads`` of regions that have fewer.
+        """
+        layers = self.layers
+        if num_heads:
+            for region in self._regions():
+                if num_heads > region.num_heads:
+                    raise LocalProtocolError(
+                        f"geometry: {num_heads} heads asked for, region {region.name} has "
+                        f"{region.num_heads}"
+                    )
+            layers = tuple(
+                replace(
+                    layer,
+                    regions=tuple(replace(region, num_heads=num_heads) for region in layer.regions),
+                )
+                for layer in layers
+            )
+        return KvGeometry(layers, dtype or self.dtype)
 
     def facts(self) -> dict[str, str | int]:
-        """What HELLO declares about the geometry; equal on both sides or the handshake fails."""
-        return {
+        """What HELLO declares about the geometry; equal on both sides or the handshake fails.
+
+        ``num_kv_heads`` and ``head_dim`` only where all regions agree; ``regions_digest`` covers
+        every name, shape and window.
+        """
+        facts: dict[str, str | int] = {
             "num_layers": self.num_layers,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
             "dtype": self.dtype,
             "layout": LAYOUT,
+            "regions_digest": self.regions_digest(),
         }
+        for name, values in (
+            ("num_kv_heads", {region.num_heads for region in self._regions()}),
+            ("head_dim", {region.head_dim for region in self._regions()}),
+        ):
+            if len(values) == 1:
+                facts[name] = values.pop()
+        return facts
+
+    def regions_digest(self) -> str:
+        """16 hex digits, xxh3-64 of the canonical JSON of all names, shapes and windows.
+
+        ``[[layer name, window_tokens, [[region name, num_heads, head_dim, per], ...]], ...]``
+        without spaces. Source: docs/wire.md section 5.2.
+        """
+        plain = [
+            [
+                layer.name,
+                layer.window_tokens,
+                [[r.name, r.num_heads, r.head_dim, r.per] for r in layer.regions],
+            ]
+            for layer in self.layers
+        ]
+        text = json.dumps(plain, separators=(",", ":"), ensure_ascii=True)
+        return xxhash.xxh3_64_hexdigest(text.encode("ascii"))
+
+    def _regions(self) -> list[Region]:
+        return [region for layer in self.layers for region in layer.regions]
+
+    def _only(self, name: str, values: set[int]) -> int:
+        if len(values) != 1:
+            raise LocalProtocolError(f"geometry: the regions have different {name}")
+        return next(iter(values))
+
+
+def _check_count(name: str, count: int, limit: int) -> None:
+    if not 1 <= count <= limit:
+        raise LocalProtocolError(
+            f"geometry: {name} is {count}, outside 1..{limit}; "
+            "the wire format cannot carry this model"
+        )
+
+
+def _check_names(what: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise LocalProtocolError(
+            f"geometry: {what} has {len(set(names))} distinct names for {len(names)}; "
+            "give each one name"
+        )
+    for name in names:
+        if not (1 <= len(name) <= MAX_LAYER_NAME_NBYTES and name.isascii() and name.isprintable()):
+            raise LocalProtocolError(
+                f"geometry: {what}: {name!r} is not 1..{MAX_LAYER_NAME_NBYTES} printable ASCII "
+                "characters"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Where each token of each region lies in one worker's KV pool.
+    """Where each row of each region lies in one worker's KV pool.
 
     Args:
         geometry: the model's.
@@ -161,6 +352,9 @@ class PoolLayout:
     geometry: KvGeometry
     num_blocks: int
     block_size: int
+    # Where each region begins, flat over layers, and behind the last one the end.
+    _starts: tuple[int, ...] = field(init=False, repr=False)
+    _first_regions: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size"):
@@ -168,6 +362,16 @@ class PoolLayout:
                 raise LocalProtocolError(
                     f"pool layout: {name} is {getattr(self, name)}; it must be at least 1"
                 )
+        layers = self.geometry.layers
+        sizes = (
+            self.geometry.row_nbytes(region)
+            * (self.num_slots if region.per == PER_TOKEN else self.num_blocks)
+            for layer in layers
+            for region in layer.regions
+        )
+        object.__setattr__(self, "_starts", tuple(accumulate(sizes, initial=0)))
+        counts = (len(layer.regions) for layer in layers)
+        object.__setattr__(self, "_first_regions", tuple(accumulate(counts, initial=0)))
 
     @property
     def num_slots(self) -> int:
@@ -177,22 +381,38 @@ class PoolLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
-        return self.num_slots * self.geometry.kv_token_nbytes
+        return self._starts[-1]
 
-    def offset(self, layer: int, region: int, slot: int) -> int:
-        """Byte offset of one token; the arguments are indices below their counts, unchecked."""
-        index = (layer * NUM_REGIONS + region) * self.num_slots + slot
-        return index * self.geometry.token_nbytes
+    def start(self, layer: int, region: int) -> int:
+        """Byte offset of a region; the indices are below their counts, unchecked."""
+        return self._starts[self._first_regions[layer] + region]
 
-    def spans(
-        self, layer: int, region: int, runs: Sequence[tuple[int, int]]
-    ) -> list[tuple[int, int]]:
-        """(byte offset, nbytes) of each slot run (see ``slot_runs``) in one region."""
-        token_nbytes = self.geometry.token_nbytes
-        base = self.offset(layer, region, 0)
-        return [
-            (base + slot * token_nbytes, num_tokens * token_nbytes) for slot, num_tokens in runs
-        ]
+    def pieces(
+        self,
+        layer: int,
+        block_table: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        *,
+        is_last: bool = False,
+    ) -> list[list[tuple[int, int]]]:
+        """(byte offset, nbytes) pieces of a token range of one layer, per region in token order.
+
+        Together they have the sizes of ``KvGeometry.region_nbytes``. LocalProtocolError if the
+        range reaches outside the block table.
+        """
+        runs = slot_runs(block_table, first_token, num_tokens, self.block_size)
+        pieces: list[list[tuple[int, int]]] = []
+        for index, region in enumerate(self.geometry.layers[layer].regions):
+            base = self.start(layer, index)
+            nbytes = self.geometry.row_nbytes(region)
+            if region.per == PER_TOKEN:
+                pieces.append([(base + slot * nbytes, count * nbytes) for slot, count in runs])
+            elif is_last:
+                pieces.append([(base + block_table[0] * nbytes, nbytes)])
+            else:
+                pieces.append([])
+        return pieces
 
 
 def slot_runs(
@@ -210,15 +430,31 @@ def slot_runs(
             f"tokens {first_token}..{end_token} are outside a block table of "
             f"{len(block_table)} blocks of {block_size} tokens"
         )
+    if not num_tokens:
+        return []
+    first_block = first_token // block_size
+    block_ids = list(block_table[first_block : -(-end_token // block_size)])
     runs: list[tuple[int, int]] = []
-    token = first_token
-    while token < end_token:
-        offset = token % block_size
-        run = min(block_size - offset, end_token - token)
-        slot = block_table[token // block_size] * block_size + offset
-        if runs and runs[-1][0] + runs[-1][1] == slot:
-            runs[-1] = (runs[-1][0], runs[-1][1] + run)
-        else:
-            runs.append((slot, run))
-        token += run
+    token, start = first_token, 0
+    while start < len(block_ids):
+        end = _neighbours_end(block_ids, start)
+        run = min((first_block + end) * block_size, end_token) - token
+        runs.append((block_ids[start] * block_size + token % block_size, run))
+        token, start = token + run, end
     return runs
+
+
+def _neighbours_end(block_ids: list[int], start: int) -> int:
+    """Index behind the blocks from ``start`` on of which each follows the one before it.
+
+    Gallops, so that a long run costs a few comparisons of lists and no loop over its blocks.
+    """
+    shift = block_ids[start] - start
+    end, step = start + 1, 1
+    while step and end < len(block_ids):
+        until = min(end + step, len(block_ids))
+        if block_ids[end:until] == list(range(shift + end, shift + until)):
+            end, step = until, 2 * step
+        else:
+            step //= 2
+    return end

@@ -59,6 +59,8 @@ class Identity:
         version_min, version_max: wire versions this side speaks.
         max_payload_nbytes: largest payload this side accepts.
         byte_order: order of what this side sends; another than the host's is for tests.
+        dtypes: element types that this side can convert its KV to when the peer's fact differs.
+        link_id, lane: which connection of several between the same two this is; see ``tcp_link``.
 
     LocalProtocolError if the role is unknown or the secret is too short.
     """
@@ -72,6 +74,9 @@ class Identity:
     version_max: int = VERSION
     max_payload_nbytes: int = DEFAULT_MAX_PAYLOAD_NBYTES
     byte_order: ByteOrder = HOST_ORDER
+    dtypes: tuple[str, ...] = ()
+    link_id: str = ""
+    lane: int = 0
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -93,6 +98,9 @@ class Identity:
             facts=dict(self.facts),
             carriers=list(self.carriers),
             max_payload_nbytes=self.max_payload_nbytes,
+            dtypes=list(self.dtypes),
+            link_id=self.link_id,
+            lane=self.lane,
         )
 
 
@@ -123,7 +131,8 @@ def check_hello(identity: Identity, nonce: bytes, remote: Hello) -> int:
     """The agreed wire version, or HandshakeRefused naming the first field that does not fit.
 
     Checked in this order: ``nonce`` (our own, reflected), ``version``, each fact that both sides
-    declare (in the order of their names), ``carriers``.
+    declare (in the order of their names; another ``dtype`` is no hindrance if one side can
+    convert to it), ``carriers``.
     """
     if hmac.compare_digest(nonce, remote.nonce):
         raise HandshakeRefused("nonce", "ours", "ours", "handshake refused: nonce reflected")
@@ -135,11 +144,17 @@ def check_hello(identity: Identity, nonce: bytes, remote: Hello) -> int:
             f"{remote.version_min}..{remote.version_max}",
         )
     for name in sorted(identity.facts.keys() & remote.facts.keys()):
-        if identity.facts[name] != remote.facts[name]:
+        if identity.facts[name] != remote.facts[name] and not (
+            name == "dtype" and _can_convert(identity, remote)
+        ):
             raise HandshakeRefused(name, str(identity.facts[name]), str(remote.facts[name]))
     if not set(identity.carriers) & set(remote.carriers):
         raise HandshakeRefused("carriers", ",".join(identity.carriers), ",".join(remote.carriers))
     return version
+
+
+def _can_convert(identity: Identity, remote: Hello) -> bool:
+    return remote.facts["dtype"] in identity.dtypes or identity.facts["dtype"] in remote.dtypes
 
 
 def compatibility_hash(facts: Mapping[str, str | int]) -> str:

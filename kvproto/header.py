@@ -5,13 +5,14 @@ r"""The 32-byte frame header: the one thing every carrier agrees on.
     4      1    version         wire version, 1
     5      1    byte_order      1 little, 2 big: order of every wider field and of the payload
     6      1    kind            a Kind
-    7      1    flags           0; no flag is defined, an unknown flag is refused
+    7      1    flags           BODY_UNCHECKED or 0; an unknown flag is refused
     8      8    payload_nbytes  bytes that follow this header
     16     8    shape_word      see shape.py; 0 in frames that carry no tensor
     24     8    checksum        high 32 bits: header check, low 32 bits: payload check
 
     header check  = low 32 bits of xxh3-64 of bytes 0..23 of this header
-    payload check = low 32 bits of xxh3-64 of the payload_nbytes that follow
+    payload check = low 32 bits of xxh3-64 of the payload_nbytes that follow; with BODY_UNCHECKED
+                    only of those in front of the body, which digests elsewhere cover
 
 The checksum is split so that a flipped bit in ``payload_nbytes`` is found before the length is
 believed (docs/decisions/0001-split-checksum.md). Everything up to byte 7 is one byte wide, so the
@@ -42,6 +43,8 @@ from kvproto.errors import (
 MAGIC: Final = b"\xde\xad\xbe\xaf"
 VERSION: Final = 1
 HEADER_NBYTES: Final = 32
+# The payload check ends where the body begins; for kinds whose bodies have digests of their own.
+BODY_UNCHECKED: Final = 0x01
 # The header check covers everything before the checksum word.
 CHECKED_NBYTES: Final = 24
 _LOW_32: Final = 0xFFFF_FFFF
@@ -70,6 +73,8 @@ class Kind(IntEnum):
     REGISTER = 8
     REGISTERED = 9
     RENEW = 10
+    DESCRIBE = 11
+    DESCRIPTION = 12
     PREFILL = 16
     STARTED = 17
     WRITE = 18
@@ -77,12 +82,21 @@ class Kind(IntEnum):
     COMMIT_ACK = 20
     ABORT = 21
     ABORT_ACK = 22
+    PLACED = 23
+    HEARTBEAT = 24
+    OFFER = 25
+    ATTACHED = 26
+    PROBE = 27
     GENERATE = 32
     ACCEPTED = 33
     TOKENS = 34
     FINISHED = 35
+    KV_FILE = 48
+    REGION = 49
 
 
+# Kinds whose bodies are covered by digests: of COMMIT, of the file's own descriptor.
+UNCHECKED_KINDS: Final = frozenset({Kind.WRITE, Kind.KV_FILE})
 # Look-ups by plain int: calling an enum class costs three times as much.
 _ORDERS: Final = {int(order): order for order in ByteOrder}
 _KINDS: Final = {int(kind): kind for kind in Kind}
@@ -101,9 +115,10 @@ class Header:
     Args:
         kind: what the frame is.
         payload_nbytes: bytes that follow the header.
-        payload_check: low 32 bits of xxh3-64 of those bytes.
+        payload_check: low 32 bits of xxh3-64 of those bytes, see ``is_body_checked``.
         shape_word: see ``Shape``; 0 for frames without tensors.
         order: byte order of this header and of its payload.
+        is_body_checked: False if the payload check ends where the body begins.
     """
 
     kind: Kind
@@ -111,12 +126,22 @@ class Header:
     payload_check: int
     shape_word: int = 0
     order: ByteOrder = HOST_ORDER
+    is_body_checked: bool = True
 
     def encode(self) -> bytes:
-        """Serialise to 32 bytes; LocalProtocolError if a number does not fit its field."""
+        """Serialise to 32 bytes.
+
+        LocalProtocolError: a flag that the kind does not have, a number that does not fit.
+        """
+        flags = 0 if self.is_body_checked else BODY_UNCHECKED
+        if flags and self.kind not in UNCHECKED_KINDS:
+            raise LocalProtocolError(
+                f"cannot encode a {self.kind.name} frame whose body is unchecked: no digests "
+                "elsewhere cover it"
+            )
         try:
             checked = _CHECKED[self.order].pack(
-                MAGIC, VERSION, self.order, self.kind, 0, self.payload_nbytes, self.shape_word
+                MAGIC, VERSION, self.order, self.kind, flags, self.payload_nbytes, self.shape_word
             )
             header_check = xxh3_64_intdigest(checked) & _LOW_32
             return checked + _CHECKSUM[self.order].pack(header_check << 32 | self.payload_check)
@@ -162,11 +187,12 @@ class Header:
         kind = _KINDS.get(raw[6])
         if kind is None:
             raise UnknownKind(f"a frame has kind {raw[6]}, which wire version {VERSION} lacks")
-        if raw[7]:
-            raise Malformed("flags", f"unknown flags {raw[7]:#04x}")
+        flags = raw[7]
+        if flags and (flags != BODY_UNCHECKED or kind not in UNCHECKED_KINDS):
+            raise Malformed("flags", f"flags {flags:#04x} are not those of a {kind.name} frame")
         if payload_nbytes > max_payload_nbytes:
             raise PayloadTooLarge(
                 f"a {kind.name} frame announces {payload_nbytes} payload bytes, the limit here is "
                 f"{max_payload_nbytes}"
             )
-        return cls(kind, payload_nbytes, checksum & _LOW_32, shape_word, order)
+        return cls(kind, payload_nbytes, checksum & _LOW_32, shape_word, order, not flags)

@@ -44,6 +44,17 @@ class Intake:
         """The first ``nbytes`` of what ``next_buffer`` returned now hold received bytes."""
         self._unread = (self._target if self._is_direct else self._inbox)[:nbytes]
 
+    def take_middle(self, nbytes: int) -> memoryview | None:
+        """``received`` and ``take`` in one step, for bytes that leave the target incomplete.
+
+        None, and nothing was done, unless the socket itself wrote into the target.
+        """
+        if not self._is_direct or nbytes >= self._target.nbytes:
+            return None
+        self._is_direct = False
+        piece, self._target = self._target[:nbytes], self._target[nbytes:]
+        return piece
+
     def take(self) -> memoryview | None:
         """Put unread bytes into the present target; the piece of it they fill, or None.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final
 
-from kvproto.errors import LocalProtocolError
+from kvproto.errors import LocalProtocolError, UnexpectedMessage
 from kvproto.fields import (
     MAX_U32,
     MAX_U64,
@@ -28,15 +28,17 @@ from kvproto.fields import (
     TextList,
     UInt,
 )
-from kvproto.geometry import MAX_LAYER_NAME_NBYTES
+from kvproto.geometry import MAX_LAYER_NAME_NBYTES, MAX_LAYER_REGIONS
 from kvproto.header import ByteOrder, Kind
 from kvproto.record import FieldInfo, RecordList, decode_record, encode_record, field_infos
-from kvproto.shape import MAX_LAYERS, MAX_SEQ_LEN
+from kvproto.shape import MAX_HEAD_DIM, MAX_KV_HEADS, MAX_LAYERS, MAX_SEQ_LEN
 
 NONCE_NBYTES: Final = 32
 MAC_NBYTES: Final = 32
 MAX_TOKENS: Final = 1 << 20
 MAX_PREFILL_WORKERS: Final = 16
+MAX_BLOCKS: Final = 1 << 20
+MAX_LANES: Final = 16
 ROLES: Final = ("prefill", "decode", "router", "client")
 
 _ROLE: Final = Choice(ROLES)
@@ -52,6 +54,12 @@ _TOKEN_COUNT: Final = UInt(MAX_TOKENS)
 _SECONDS: Final = Real(1e6)
 _FACTS: Final = ScalarMap(64, allow_float=False)
 _PROMPT: Final = PackedUInts(32, MAX_TOKENS, 1)
+_BLOCK_TABLE: Final = PackedUInts(32, MAX_BLOCKS)
+_NAME: Final = Text(MAX_LAYER_NAME_NBYTES, 1, ascii_only=True)
+_DTYPE: Final = Text(16, 1, ascii_only=True)
+_OPTIONAL_DTYPE: Final = Text(16, ascii_only=True)
+_CARRIER: Final = Text(16, 1, ascii_only=True)
+_OPTIONAL_CARRIER: Final = Text(16, ascii_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +73,11 @@ class Hello:
     version_max: Annotated[int, UInt(255, 1)]
     nonce: Annotated[bytes, Blob(NONCE_NBYTES)]
     facts: Annotated[dict[str, str | int], _FACTS]
-    carriers: Annotated[list[str], TextList(8, Text(16, 1, ascii_only=True))]
+    carriers: Annotated[list[str], TextList(8, _CARRIER)]
     max_payload_nbytes: Annotated[int, _U64]
+    dtypes: Annotated[list[str], TextList(16, _DTYPE)] = field(default_factory=list)
+    link_id: Annotated[str, Text(64, ascii_only=True)] = ""
+    lane: Annotated[int, UInt(MAX_LANES - 1)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +153,63 @@ class Renew:
 
 
 @dataclass(frozen=True, slots=True)
+class Describe:
+    """Asks a worker what its KV looks like; answered by DESCRIPTION."""
+
+    kind: ClassVar[Kind] = Kind.DESCRIBE
+
+
+@dataclass(frozen=True, slots=True)
+class RegionRecord:
+    """One tensor of one layer; see ``geometry.Region``."""
+
+    name: Annotated[str, _NAME]
+    num_heads: Annotated[int, UInt(MAX_KV_HEADS, 1)]
+    head_dim: Annotated[int, UInt(MAX_HEAD_DIM, 1)]
+    per: Annotated[str, Choice(("token", "sequence"))]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer; see ``geometry.Layer``."""
+
+    name: Annotated[str, _NAME]
+    regions: Annotated[list[RegionRecord], RecordList(MAX_LAYER_REGIONS, RegionRecord)]
+    window_tokens: Annotated[int, UInt(MAX_SEQ_LEN)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A worker's model and the layout of its KV, for peers that have no checkpoint."""
+
+    kind: ClassVar[Kind] = Kind.DESCRIPTION
+    model: Annotated[str, Text(256)]
+    max_model_len: Annotated[int, _U32]
+    dtype: Annotated[str, _DTYPE]
+    layers: Annotated[list[LayerRecord], RecordList(MAX_LAYERS, LayerRecord)]
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
-    """Decode asks for the KV of ALL of ``tokens``; it already left off the last prompt token."""
+    """Decode asks for the KV of ALL of ``tokens``; it already left off the last prompt token.
+
+    ``carrier`` "" is TCP; a carrier that writes into memory needs ``block_table``. ``dtype`` "" is
+    the dtype of the asker's facts, ``num_heads`` 0 all heads. ``heartbeat_s``: how often at least
+    the asker wants a HEARTBEAT until STARTED; 0 is never.
+    """
 
     kind: ClassVar[Kind] = Kind.PREFILL
     sequence_id: Annotated[str, _SEQUENCE_ID]
     generation: Annotated[int, _U32]
     tokens: Annotated[list[int], _PROMPT]
     timeout_s: Annotated[float, _SECONDS]
+    carrier: Annotated[str, _OPTIONAL_CARRIER] = ""
+    block_table: Annotated[list[int], _BLOCK_TABLE] = field(default_factory=list)
+    dtype: Annotated[str, _OPTIONAL_DTYPE] = ""
+    first_head: Annotated[int, UInt(MAX_KV_HEADS)] = 0
+    num_heads: Annotated[int, UInt(MAX_KV_HEADS)] = 0
+    is_unchecked: Annotated[bool, Boolean()] = False
+    heartbeat_s: Annotated[float, _SECONDS] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +224,24 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """K then V of some tokens of one layer, in the body."""
+    """The regions of some tokens of one layer, in the body."""
 
     kind: ClassVar[Kind] = Kind.WRITE
     sequence_id: Annotated[str, _SEQUENCE_ID]
     generation: Annotated[int, _U32]
-    layer: Annotated[str, Text(MAX_LAYER_NAME_NBYTES, 1, ascii_only=True)]
+    layer: Annotated[str, _NAME]
+    first_token: Annotated[int, UInt(MAX_SEQ_LEN)]
+    num_tokens: Annotated[int, UInt(MAX_SEQ_LEN, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """As WRITE, but the bytes lie in the receiver's memory already: a carrier put them there."""
+
+    kind: ClassVar[Kind] = Kind.PLACED
+    sequence_id: Annotated[str, _SEQUENCE_ID]
+    generation: Annotated[int, _U32]
+    layer: Annotated[str, _NAME]
     first_token: Annotated[int, UInt(MAX_SEQ_LEN)]
     num_tokens: Annotated[int, UInt(MAX_SEQ_LEN, 1)]
 
@@ -183,10 +255,11 @@ class Commit:
     generation: Annotated[int, _U32]
     num_tokens: Annotated[int, UInt(MAX_SEQ_LEN)]
     nbytes: Annotated[int, _U64]
-    digests: Annotated[list[int], PackedUInts(64, 2 * MAX_LAYERS)]
+    digests: Annotated[list[int], PackedUInts(64, MAX_LAYER_REGIONS * MAX_LAYERS)]
     queue_s: Annotated[float, _SECONDS]
     prefill_s: Annotated[float, _SECONDS]
     handoff_s: Annotated[float, _SECONDS]
+    wire_error: Annotated[float, Real(1e6)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +292,46 @@ class AbortAck:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The writer still has a transfer in its queue; sent until STARTED."""
+
+    kind: ClassVar[Kind] = Kind.HEARTBEAT
+    sequence_id: Annotated[str, _SEQUENCE_ID]
+    generation: Annotated[int, _U32]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The owner of a region asks the writer to attach to it; answered by ATTACHED."""
+
+    kind: ClassVar[Kind] = Kind.OFFER
+    carrier: Annotated[str, _CARRIER]
+    nonce: Annotated[bytes, Blob(NONCE_NBYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Whether the writer reaches the offered region; ``reason`` "" means that it does."""
+
+    kind: ClassVar[Kind] = Kind.ATTACHED
+    carrier: Annotated[str, _CARRIER]
+    nonce: Annotated[bytes, Blob(NONCE_NBYTES)]
+    reason: Annotated[str, _SENTENCE] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Asks the writer for ``num_tokens`` tokens of a known pattern, to prove and measure a path."""
+
+    kind: ClassVar[Kind] = Kind.PROBE
+    sequence_id: Annotated[str, _SEQUENCE_ID]
+    generation: Annotated[int, _U32]
+    num_tokens: Annotated[int, UInt(MAX_TOKENS, 1)]
+    carrier: Annotated[str, _OPTIONAL_CARRIER] = ""
+    block_table: Annotated[list[int], _BLOCK_TABLE] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillWorker:
     """Where decode may ask for a prefill; the router made the list from its own registry."""
 
@@ -233,7 +346,8 @@ class Generate:
 
     ``tokens`` are the prompt followed by output already emitted elsewhere; ``num_prompt_tokens``
     says where the prompt ends. ``max_output_tokens`` counts the whole output, emitted part
-    included. ``top_k`` 0 means off.
+    included. ``top_k`` 0 means off. With ``kv_from_sender`` decode asks the sender itself for the
+    KV, by PREFILL on the same connection.
     """
 
     kind: ClassVar[Kind] = Kind.GENERATE
@@ -249,6 +363,7 @@ class Generate:
     ignore_eos: Annotated[bool, Boolean()]
     prefill_workers: Annotated[list[PrefillWorker], RecordList(MAX_PREFILL_WORKERS, PrefillWorker)]
     timeout_s: Annotated[float, _SECONDS]
+    kv_from_sender: Annotated[bool, Boolean()] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +407,8 @@ Message = (
     | Register
     | Registered
     | Renew
+    | Describe
+    | Description
     | Prefill
     | Started
     | Write
@@ -299,6 +416,11 @@ Message = (
     | CommitAck
     | Abort
     | AbortAck
+    | Placed
+    | Heartbeat
+    | Offer
+    | Attached
+    | Probe
     | Generate
     | Accepted
     | Tokens
@@ -310,7 +432,11 @@ MESSAGES: Final[Mapping[Kind, type[Message]]] = MappingProxyType(
 )
 _ANY: Final = frozenset(ROLES)
 _WORKERS: Final = frozenset({"prefill", "decode"})
-# Who may send what. A raw client may ask a worker for a prefill or a whole generation.
+# A raw client may bring the KV itself, so it writes as a prefill worker does.
+_WRITERS: Final = frozenset({"prefill", "client"})
+_READERS: Final = frozenset({"decode", "client"})
+# Who may send what. A raw client may ask a worker for a prefill or a whole generation. Kinds that
+# are missing here lie in files and mapped regions, never on a connection.
 SENDERS: Final[Mapping[Kind, frozenset[str]]] = MappingProxyType(
     {
         Kind.HELLO: _ANY,
@@ -321,13 +447,20 @@ SENDERS: Final[Mapping[Kind, frozenset[str]]] = MappingProxyType(
         Kind.REGISTER: _WORKERS,
         Kind.REGISTERED: frozenset({"router"}),
         Kind.RENEW: _WORKERS,
-        Kind.PREFILL: frozenset({"decode", "client"}),
-        Kind.STARTED: frozenset({"prefill"}),
-        Kind.WRITE: frozenset({"prefill"}),
-        Kind.COMMIT: frozenset({"prefill"}),
-        Kind.COMMIT_ACK: frozenset({"decode", "client"}),
+        Kind.DESCRIBE: _READERS,
+        Kind.DESCRIPTION: _WORKERS,
+        Kind.PREFILL: _READERS,
+        Kind.STARTED: _WRITERS,
+        Kind.WRITE: _WRITERS,
+        Kind.COMMIT: _WRITERS,
+        Kind.COMMIT_ACK: _READERS,
         Kind.ABORT: _ANY,
         Kind.ABORT_ACK: _ANY,
+        Kind.PLACED: _WRITERS,
+        Kind.HEARTBEAT: _WRITERS,
+        Kind.OFFER: _READERS,
+        Kind.ATTACHED: _WRITERS,
+        Kind.PROBE: _READERS,
         Kind.GENERATE: frozenset({"router", "client"}),
         Kind.ACCEPTED: frozenset({"decode", "router"}),
         Kind.TOKENS: frozenset({"decode", "router"}),
@@ -355,8 +488,11 @@ def encode_fields(message: Message, order: ByteOrder) -> dict[str, Any]:
 def decode_fields(kind: Kind, fields: Mapping[str, Any], order: ByteOrder) -> Message:
     """Message of ``kind`` out of a decoded descriptor.
 
-    Malformed names the first field, in declared order, that is missing or breaks its limit; then
-    any unknown field whose name starts with "!". Other unknown fields are skipped.
+    UnexpectedMessage if ``kind`` belongs in a file. Malformed names the first field, in declared
+    order, that is missing or breaks its limit; then any unknown field whose name starts with "!".
+    Other unknown fields are skipped.
     """
-    record = MESSAGES[kind]
+    record = MESSAGES.get(kind)
+    if record is None:
+        raise UnexpectedMessage(f"a {kind.name} frame belongs in a file, not on a connection")
     return record(**decode_record(FIELDS[record], fields, order))

@@ -35,6 +35,8 @@ class ReceivedFrame:
 
 # (header, message, body_nbytes) to the memory for the body, in order; may raise to refuse.
 OpenBody = Callable[[Header, Message, int], Iterable[memoryview]]
+# Each piece of a body as it lies in that memory, in order.
+BodyReceived = Callable[[memoryview], None]
 
 
 class _Part(Enum):
@@ -52,12 +54,16 @@ class FrameReader:
     Args:
         open_body: called for every frame once its descriptor is known, also for an empty body. A
             frame with a body is not checked at that moment, so the caller must not act on it yet.
+        body_received: called for each piece of a body, before its frame is handed out.
         max_payload_nbytes: larger frames are refused by their header; may be changed at any time.
     """
 
-    def __init__(self, open_body: OpenBody, *, max_payload_nbytes: int) -> None:
+    def __init__(
+        self, open_body: OpenBody, body_received: BodyReceived, *, max_payload_nbytes: int
+    ) -> None:
         self.max_payload_nbytes = max_payload_nbytes
         self._open_body = open_body
+        self._body_received = body_received
         self._intake = Intake()
         self._header_raw = memoryview(bytearray(HEADER_NBYTES))
         self._prefix = memoryview(bytearray(PREFIX_NBYTES))
@@ -68,9 +74,27 @@ class FrameReader:
         """No byte of an unfinished frame has arrived."""
         return self._part is _Part.HEADER and self._intake.missing_nbytes == HEADER_NBYTES
 
+    @property
+    def missing_nbytes(self) -> int:
+        """Bytes of a body that certainly come before anything else; 0 between bodies."""
+        return self._missing_nbytes
+
     def next_buffer(self) -> memoryview:
         """Where the next received bytes belong; never empty, valid until ``bytes_received``."""
         return self._intake.next_buffer()
+
+    def middle_received(self, nbytes: int) -> bool:
+        """``bytes_received`` for bytes in the middle of a body, of which nothing follows.
+
+        False, and nothing was done, if they are something else.
+        """
+        if self._part is not _Part.BODY:
+            return False
+        piece = self._intake.take_middle(nbytes)
+        if piece is None:
+            return False
+        self._body_piece_received(piece)
+        return True
 
     def bytes_received(self, nbytes: int) -> Iterator[ReceivedFrame]:
         """Handle the first ``nbytes`` of that buffer; yields each frame that they complete.
@@ -79,7 +103,9 @@ class FrameReader:
         """
         self._intake.received(nbytes)
         while (piece := self._intake.take()) is not None:
-            if self._part is not _Part.HEADER:
+            if self._part is _Part.BODY:
+                self._body_piece_received(piece)
+            elif self._part is not _Part.HEADER:
                 self._hasher.update(piece)
             if self._intake.missing_nbytes:
                 continue
@@ -93,8 +119,15 @@ class FrameReader:
             if self._part is _Part.BODY and not self._intake.missing_nbytes:
                 yield self._frame_received()
 
+    def _body_piece_received(self, piece: memoryview) -> None:
+        self._missing_nbytes -= piece.nbytes
+        if self._header.is_body_checked:
+            self._hasher.update(piece)
+        self._body_received(piece)
+
     def _expect_header(self) -> None:
         self._part = _Part.HEADER
+        self._missing_nbytes = 0
         self._hasher = xxh3_64()
         self._intake.expect([self._header_raw])
 
@@ -116,16 +149,17 @@ class FrameReader:
         self._intake.expect([self._descriptor])
 
     def _descriptor_received(self) -> None:
-        if not self._body_nbytes:
+        if not self._body_nbytes or not self._header.is_body_checked:
             check_payload(self._hasher.intdigest(), self._header)
         check_padding(self._descriptor[self._descriptor_nbytes :])
         fields = decode_descriptor(self._descriptor[: self._descriptor_nbytes])
         self._message = decode_fields(self._header.kind, fields, self._header.order)
         self._part = _Part.BODY
         self._intake.expect(self._open_body(self._header, self._message, self._body_nbytes))
+        self._missing_nbytes = self._body_nbytes
 
     def _frame_received(self) -> ReceivedFrame:
-        if self._body_nbytes:
+        if self._body_nbytes and self._header.is_body_checked:
             check_payload(self._hasher.intdigest(), self._header)
         head = bytes(self._prefix) + bytes(self._descriptor)
         frame = ReceivedFrame(self._header, self._message, head)

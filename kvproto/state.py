@@ -10,8 +10,8 @@ The diagrams of docs/wire.md are made from these tables (``to_mermaid``); a test
 *Connection*: both sides send HELLO at once; each checks the other's HELLO, then sends AUTH; READY
 after a valid AUTH. FAULT is anything the peer did wrong (and an ERROR for the whole connection).
 
-*Transfer*: one lease, as the receiver of the KV sees it. REVOKED is left only with proof that no
-writer remains: ABORT_ACK or the end of the writer's connection.
+*Transfer*: one lease, as the receiver of the KV sees it. REVOKED is left only with proof that its
+writer has ended: ABORT_ACK, or what the carrier has for it (docs/wire.md section 6.4).
 
 *Block*: one block of a KV pool. Only a block that no peer was told about goes from RESERVED to
 FREE; a WRITABLE one passes through QUARANTINED first, unless its transfer was committed.

@@ -5,11 +5,14 @@ socket without a copy. Source: docs/wire.md; the protocol itself is in ``connect
 """
 
 import asyncio
+import os
 import ssl
 from collections.abc import Sequence
+from typing import Final
 
-from kvproto.buffer import total_nbytes
+from kvproto.buffer import byte_view, total_nbytes
 from kvproto.carrier import Landing
+from kvproto.digest import BodyDigests, RegionDigests
 from kvproto.errors import ConnectionLost, DeadlineExceeded, LocalProtocolError
 from kvproto.geometry import KvGeometry
 from kvproto.handshake import Identity
@@ -18,6 +21,9 @@ from kvproto.tcp_driver import TcpDriver
 from kvproto.tcp_peer import Peer
 from kvproto.tcp_server import Server, serve
 from kvproto.tls_stream import check_context
+
+# Below this a digest takes less time than another thread needs to wake up.
+THREAD_MIN_NBYTES: Final = 1024 * 1024
 
 __all__ = ["Peer", "Server", "TcpWriter", "connect", "serve"]
 
@@ -80,11 +86,18 @@ class TcpWriter:
     Args:
         peer: the decode worker (or client) that granted the lease.
         geometry: the agreed geometry.
+        thread_min_nbytes: bodies of at least this size are digested in a thread while they are
+            sent. None: THREAD_MIN_NBYTES, or never where this process has a single core.
     """
 
-    def __init__(self, peer: Peer, geometry: KvGeometry) -> None:
+    def __init__(
+        self, peer: Peer, geometry: KvGeometry, *, thread_min_nbytes: int | None = None
+    ) -> None:
         self._peer = peer
         self._geometry = geometry
+        if thread_min_nbytes is None and _num_cores() > 1:
+            thread_min_nbytes = THREAD_MIN_NBYTES
+        self._thread_min_nbytes = thread_min_nbytes
 
     async def write(
         self,
@@ -94,24 +107,60 @@ class TcpWriter:
         first_token: int,
         num_tokens: int,
         buffers: Sequence[memoryview],
+        digests: RegionDigests | None = None,
     ) -> None:
-        """See ``KvWriter.write``; one frame. Also raises LocalProtocolError: sizes disagree."""
-        expected_nbytes = self._geometry.write_nbytes(num_tokens)
-        if total_nbytes(buffers) != expected_nbytes:
+        """See ``KvWriter.write``; one frame. Also raises LocalProtocolError: sizes disagree.
+
+        The payload check leaves out the body, which the digests of COMMIT cover.
+        """
+        nbytes = total_nbytes(buffers)
+        sizes = [
+            self._geometry.region_nbytes(layer, num_tokens, is_last=is_last)
+            for is_last in (False, True)
+        ]
+        region_nbytes = next((each for each in sizes if sum(each) == nbytes), None)
+        if region_nbytes is None:
             raise LocalProtocolError(
-                f"cannot write {num_tokens} tokens of layer {layer}: the buffers have "
-                f"{total_nbytes(buffers)} bytes, K and V have {expected_nbytes}"
+                f"cannot write {num_tokens} tokens of layer {layer}: the buffers have {nbytes} "
+                f"bytes, its regions have {sum(sizes[0])}"
             )
+        views = [byte_view(buffer) for buffer in buffers]
+        body: BodyDigests | None = None
+        digesting: asyncio.Future[None] | None = None
+        if digests is not None:
+            body = digests.begin(layer, region_nbytes)
+            if self._thread_min_nbytes is None or nbytes < self._thread_min_nbytes:
+                _digest(body, views)
+            else:
+                loop = asyncio.get_running_loop()
+                digesting = loop.run_in_executor(None, _digest, body, views)
         message = Write(
             sequence_id=sequence_id,
             generation=generation,
-            layer=self._geometry.layer_names[layer],
+            layer=self._geometry.layers[layer].name,
             first_token=first_token,
             num_tokens=num_tokens,
         )
-        shape_word = self._geometry.shape_word(num_tokens, layers=1)
-        await self._peer.send(message, buffers, shape_word=shape_word)
+        shape_word = self._geometry.shape_word(layer, num_tokens)
+        await self._peer.send(message, views, shape_word=shape_word, is_body_checked=False)
+        if digesting is not None:
+            await digesting
+        if digests is not None and body is not None:
+            digests.accept(layer, body)
 
     async def flush(self) -> None:
         """See ``KvWriter.flush``."""
         await self._peer.flushed()
+
+
+def _digest(body: BodyDigests, views: Sequence[memoryview]) -> None:
+    """Runs in either thread."""
+    for view in views:
+        body.update(view)
+
+
+def _num_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

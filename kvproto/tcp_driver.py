@@ -22,6 +22,7 @@ import socket
 import ssl
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Final, cast
 
 from kvproto.carrier import Landing
@@ -29,6 +30,7 @@ from kvproto.connection import Connection
 from kvproto.errors import ConnectionLost, DeadlineExceeded, KvProtoError
 from kvproto.events import Ended, Event, HandshakeDone, MessageReceived, WriteRefused
 from kvproto.handshake import Identity
+from kvproto.intake import DIRECT_MIN_NBYTES
 from kvproto.messages import Hello, Message, Ping
 from kvproto.state import ConnectionState
 from kvproto.tls_stream import TlsStream
@@ -36,8 +38,8 @@ from kvproto.tls_stream import TlsStream
 logger = logging.getLogger("kvproto.tcp")
 
 # Above: ``send`` waits. A few large WRITE frames keep the socket busy while the next is made.
-HIGH_WATER_NBYTES: Final = 4 * 1024 * 1024
-LOW_WATER_NBYTES: Final = 1024 * 1024
+HIGH_WATER_NBYTES: Final = 16 * 1024 * 1024
+LOW_WATER_NBYTES: Final = 4 * 1024 * 1024
 # Reading pauses at the first and resumes at the second number of messages. What one read of the
 # inbox brought is always accepted, so the queue holds at most this plus one inbox of messages.
 MAX_QUEUED_MESSAGES: Final = 64
@@ -45,10 +47,16 @@ RESUME_QUEUED_MESSAGES: Final = 32
 # A peer that makes us answer but does not read our answers is aborted after this many.
 MAX_UNREAD_REPLIES: Final = 1024
 SILENT_KEEPALIVES: Final = 3
+# While as much of a body is missing, the system wakes us for no fewer bytes: many small reads cost
+# more than the bytes. Small enough that a digest still finds them in the processor's cache.
+WAKE_NBYTES: Final = 512 * 1024
 # Encrypted bytes of one read. All of them are decrypted at once, so this is the size of an inbox.
 TLS_READ_NBYTES: Final = 64 * 1024
 FAULT_LINGER_S: Final = 1.0
 CLOSE_LINGER_S: Final = 5.0
+# Linux wakes a reader of ``poll`` by SO_RCVLOWAT, and earlier if its buffer cannot hold as much;
+# elsewhere that is not certain. Source: tcp(7), socket(7).
+_CAN_WAIT_FOR_MANY: Final = sys.platform == "linux"
 # struct linger of this host's kernel: on, for 0 seconds.
 _LINGER_NOT: Final = (1).to_bytes(4, sys.byteorder) + bytes(4)
 
@@ -82,6 +90,7 @@ class TcpDriver(asyncio.BufferedProtocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._received_at = self._loop.time()
         self._is_reading_paused = False
+        self._wake_nbytes = 1
         self._num_flushing = 0
         self._num_unread_replies = 0
         self._num_pings = 0
@@ -100,6 +109,8 @@ class TcpDriver(asyncio.BufferedProtocol):
         # when the write buffer has room again, and when the transport is gone.
         self.handshaken = asyncio.Event()
         self.arrived = asyncio.Event()
+        # Called when ``error`` is set, and again when the transport is gone.
+        self.on_end: Callable[[], None] | None = None
         self.writable = asyncio.Event()
         self.lost = asyncio.Event()
         self.writable.set()
@@ -130,7 +141,11 @@ class TcpDriver(asyncio.BufferedProtocol):
         self.num_bytes_received += nbytes
         try:
             if self._tls is None:
+                if self.connection.middle_received(nbytes):
+                    self._choose_wake()
+                    return
                 events = self.connection.bytes_received(nbytes)
+                self._choose_wake()
             else:
                 events = self._decrypt(self._tls, nbytes)
         except Exception:
@@ -163,6 +178,8 @@ class TcpDriver(asyncio.BufferedProtocol):
         self._end(ConnectionLost(f"connection lost: {exc}" if exc else "connection lost"))
         self._cancel_timers()
         self.lost.set()
+        if self.on_end is not None:
+            self.on_end()
 
     def pause_writing(self) -> None:
         """The write buffer is above its high-water mark."""
@@ -175,10 +192,17 @@ class TcpDriver(asyncio.BufferedProtocol):
 
     # -- used by Peer and Server ---------------------------------------------------------------
 
-    def send(self, message: Message, body: list[memoryview], shape_word: int) -> None:
+    def send(
+        self,
+        message: Message,
+        body: list[memoryview],
+        shape_word: int,
+        *,
+        is_body_checked: bool = True,
+    ) -> None:
         """Give a whole frame to the transport. Raises ConnectionLost, LocalProtocolError."""
         self.check_alive()
-        self.connection.send(message, body, shape_word=shape_word)
+        self.connection.send(message, body, shape_word=shape_word, is_body_checked=is_body_checked)
         self._write_pending()
 
     def check_alive(self) -> None:
@@ -186,6 +210,10 @@ class TcpDriver(asyncio.BufferedProtocol):
         if self.error is not None:
             is_clean = isinstance(self.error, ConnectionLost) and self.error.clean
             raise ConnectionLost(str(self.error), clean=is_clean) from self.error
+        if self._transport is not None and self._transport.is_closing():
+            # The socket has failed and ``connection_lost`` is scheduled. Until it runs nothing that
+            # is sent waits or leaves, so a sender in a loop would never let it run.
+            raise ConnectionLost("connection lost: the socket has failed")
 
     async def wait_writable(self, timeout_s: float) -> None:
         """Until the buffer has room. DeadlineExceeded aborts: a frame cannot be taken back."""
@@ -336,11 +364,14 @@ class TcpDriver(asyncio.BufferedProtocol):
 
     def _end(self, error: KvProtoError) -> None:
         """Note the first reason and wake everybody who waits."""
-        if self.error is None:
+        is_first = self.error is None
+        if is_first:
             self.error = error
         self.handshaken.set()
         self.arrived.set()
         self.writable.set()
+        if is_first and self.on_end is not None:
+            self.on_end()
 
     def _write_pending(self) -> bool:
         """Hand queued buffers to the transport; True if there were any."""
@@ -373,6 +404,7 @@ class TcpDriver(asyncio.BufferedProtocol):
         if transport.is_closing():
             return
         self._is_ending = True
+        self._set_wake(1)
         self._end_writing(transport)
         # The peer's FIN is seen only while reading.
         self._resume_reading()
@@ -393,6 +425,25 @@ class TcpDriver(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
+    def _choose_wake(self) -> None:
+        """Wait for many bytes where many must come, and never for more than must come."""
+        missing_nbytes = self.connection.missing_nbytes
+        if missing_nbytes < DIRECT_MIN_NBYTES:
+            self._set_wake(1)
+        else:
+            self._set_wake(min(missing_nbytes, WAKE_NBYTES))
+
+    def _set_wake(self, nbytes: int) -> None:
+        """Have the socket count as readable from ``nbytes`` on, or at the end of the stream."""
+        if nbytes == self._wake_nbytes or not _CAN_WAIT_FOR_MANY:
+            return
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._wake_nbytes = nbytes
+        connected = transport.get_extra_info("socket")
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
     def _pause_reading(self) -> None:
         if not self._is_reading_paused and self._transport is not None:
             self._is_reading_paused = True
@@ -410,6 +461,8 @@ class TcpDriver(asyncio.BufferedProtocol):
 
     def _keep_alive(self, due: float) -> None:
         now = self._loop.time()
+        # Of a slow peer, fewer bytes than we wait for are a sign of life too.
+        self._set_wake(1)
         # While this process stalled or reading was paused, the silence was ours.
         self._received_at = now if self._is_reading_paused else self._received_at + (now - due)
         silence_s = now - self._received_at

@@ -1,11 +1,11 @@
 """A peer on TCP: send and receive messages once the handshake is done."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final
 
 from kvproto.buffer import Buffer, byte_view
-from kvproto.errors import ConnectionLost
+from kvproto.errors import ConnectionLost, KvProtoError
 from kvproto.messages import Hello, Message
 from kvproto.tcp_driver import TcpDriver
 
@@ -41,6 +41,7 @@ class Peer:
         body: Sequence[Buffer] = (),
         *,
         shape_word: int = 0,
+        is_body_checked: bool = True,
         timeout_s: float = SEND_TIMEOUT_S,
     ) -> None:
         """Send one frame; return when the write buffer is below its high-water mark again.
@@ -54,7 +55,8 @@ class Peer:
         which the connection is aborted; ConnectionLost if it ends meanwhile.
         """
         async with self._turn:
-            self._driver.send(message, [byte_view(piece) for piece in body], shape_word)
+            views = [byte_view(piece) for piece in body]
+            self._driver.send(message, views, shape_word, is_body_checked=is_body_checked)
             if not self._driver.writable.is_set():
                 await self._driver.wait_writable(timeout_s)
 
@@ -77,6 +79,27 @@ class Peer:
             self._driver.arrived.clear()
             await self._driver.arrived.wait()
         return message
+
+    def take(self) -> Message | None:
+        """The next message that has arrived, or None; does not wait."""
+        return self._driver.take()
+
+    @property
+    def error(self) -> KvProtoError | None:
+        """What ended the connection, or None while it is usable."""
+        return self._driver.error
+
+    def report_to(self, arrived: asyncio.Event, on_end: Callable[[], None]) -> None:
+        """For ``Link``, which reads several peers: whom to tell of arrivals and of the end.
+
+        ``on_end`` is called when the connection ends and again when its socket is gone; at once
+        if either has happened. ``receive`` must not be used from now on.
+        """
+        self._driver.arrived = arrived
+        self._driver.on_end = on_end
+        arrived.set()
+        if self._driver.error is not None:
+            on_end()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the connection ends cleanly; raises ConnectionLost if it does not."""

@@ -7,6 +7,7 @@ import click
 
 from ops.chat import chat_command
 from ops.demo import demo_command
+from ops.kv import kv_group
 from ops.model_cache import default_model_dir, fetch_model
 from ops.start import start_command
 from ops.status import status_command
@@ -32,7 +33,14 @@ def fetch_command() -> None:
     click.echo(fetch_model(default_model_dir(), report))
 
 
-for _command in (chat_command, demo_command, start_command, status_command, up_command):
+for _command in (
+    chat_command,
+    demo_command,
+    kv_group,
+    start_command,
+    status_command,
+    up_command,
+):
     pdctl.add_command(_command)
 
 

@@ -1,13 +1,13 @@
 """One prompt on its way through a prefill worker, and the table of the states it can be in."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvproto.digest import RegionDigests
 from kvproto.errors import ErrorCode
 from kvproto.messages import Prefill
-from kvproto.tcp import Peer
+from kvproto.tcp_link import Link
+from prefill_svc.transfer import Transfer
 
 
 class JobState(Enum):
@@ -56,21 +56,22 @@ class Job:
     """
 
     request: Prefill
-    peer: Peer
+    peer: Link
     arrived_at: float
     expires_at: float
-    digests: RegionDigests
+    transfer: Transfer
     on_release: Callable[["Job"], None]
     state: JobState = JobState.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    nbytes: int = 0
     started_at: float = 0.0
     computed_at: float = 0.0
     first_write_at: float = 0.0
     give_up_code: ErrorCode = ErrorCode.INTERNAL
     give_up_reason: str = ""
     is_cancelled_by_peer: bool = False
+    beat_at: float = 0.0
+    has_beat_queued: bool = False
     _num_holds: int = 0
     _is_released: bool = False
 
@@ -88,6 +89,16 @@ class Job:
     def num_tokens(self) -> int:
         """Tokens to prefill."""
         return len(self.request.tokens)
+
+    def is_beat_due(self, now: float) -> bool:
+        """The asker wants to hear now that the prompt still waits for its first step."""
+        return (
+            self.request.heartbeat_s > 0
+            and not self.started_at
+            and not self.is_over
+            and not self.has_beat_queued
+            and now - max(self.beat_at, self.arrived_at) >= self.request.heartbeat_s
+        )
 
     def advance(self, event: JobEvent) -> None:
         """Follow ``JOB_TRANSITIONS``; KeyError means a bug of ours."""
@@ -112,10 +123,3 @@ class Job:
         if self.is_over and not self._num_holds and not self._is_released:
             self._is_released = True
             self.on_release(self)
-
-    def count(self, layer: int, buffers: Sequence[memoryview]) -> None:
-        """Add one write to the byte count and the digests; ``buffers`` are K runs, then V runs."""
-        num_runs = len(buffers) // 2
-        for index, buffer in enumerate(buffers):
-            self.digests.update(layer, index // num_runs, buffer)
-            self.nbytes += buffer.nbytes

@@ -16,17 +16,17 @@ import structlog
 from kvengine.engine import Engine
 from kvengine.span import Span
 from kvproto.blocks import BlockPool
-from kvproto.digest import RegionDigests
 from kvproto.errors import ErrorCode
 from kvproto.messages import Prefill, Renew
-from kvproto.tcp import Peer
+from kvproto.tcp_link import Link
 from prefill_svc.admission import PromptLimits, check_prompt
 from prefill_svc.config import PrefillConfig
 from prefill_svc.errors import PromptRefused
 from prefill_svc.job import Job, JobEvent, JobState
 from prefill_svc.metrics import PrefillMetrics
-from prefill_svc.push import Begin, Finish, GiveUp, LayerWrite, Pusher
+from prefill_svc.push import Beat, Begin, Finish, GiveUp, LayerWrite, Pusher
 from prefill_svc.scheduler import Chunk, PromptView, plan_step
+from prefill_svc.transfer import Transfer
 
 _SWEEP_INTERVAL_S = 0.1
 
@@ -44,8 +44,8 @@ class Prefiller:
             engine.facts.vocab_size,
         )
         self._blocks = BlockPool(engine.num_blocks)
-        self._jobs: dict[tuple[Peer, str, int], Job] = {}  # in order of arrival
-        self._pushers: dict[Peer, Pusher] = {}
+        self._jobs: dict[tuple[Link, str, int], Job] = {}  # in order of arrival
+        self._pushers: dict[Link, Pusher] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -66,8 +66,8 @@ class Prefiller:
         pusher.discard()
         del self._pushers[pusher.peer]
 
-    def submit(self, request: Prefill, peer: Peer) -> None:
-        """Take on a prompt.
+    def submit(self, request: Prefill, peer: Link, transfer: Transfer) -> None:
+        """Take on a prompt, whose KV leaves by ``transfer``.
 
         Raises PromptRefused, checked in this order: draining, table full, too many of this peer,
         repeated id, and what ``check_prompt`` refuses.
@@ -98,7 +98,7 @@ class Prefiller:
             peer=peer,
             arrived_at=now,
             expires_at=now + request.timeout_s,
-            digests=RegionDigests(self._geometry),
+            transfer=transfer,
             on_release=self._release,
         )
         self._metrics.prompts.inc()
@@ -106,7 +106,7 @@ class Prefiller:
         self._idle.clear()
         self._wake.set()
 
-    def cancel(self, peer: Peer, sequence_id: str, generation: int) -> bool:
+    def cancel(self, peer: Link, sequence_id: str, generation: int) -> bool:
         """The decode worker aborts; False if the prompt is not known (any more)."""
         job = self._jobs.get((peer, sequence_id, generation))
         if job is None or job.is_over:
@@ -115,12 +115,12 @@ class Prefiller:
         self._give_up(job, ErrorCode.CANCELLED, "cancelled by the decode worker")
         return True
 
-    def acknowledge(self, peer: Peer, sequence_id: str, generation: int) -> None:
+    def acknowledge(self, peer: Link, sequence_id: str, generation: int) -> None:
         """COMMIT_ACK: the decode worker has verified everything. Unknown ids are ignored."""
         job = self._jobs.get((peer, sequence_id, generation))
         if job is not None and job.state is JobState.COMMITTED:
             self._metrics.handoff_s.observe(time.monotonic() - job.first_write_at)
-            self._metrics.handoff_nbytes.observe(job.nbytes)
+            self._metrics.handoff_nbytes.observe(job.transfer.nbytes)
             self._end(job, JobEvent.ACKNOWLEDGED, "done")
 
     def load(self) -> Renew:
@@ -239,11 +239,14 @@ class Prefiller:
         for job, chunk in work:
             if job.is_over:
                 continue
-            buffers = self._engine.kv_pool.buffers(
-                layer, job.block_table, chunk.first_token, chunk.num_tokens
-            )
+            first_needed = self._geometry.layers[layer].first_needed_token(job.num_tokens)
+            first_token = max(chunk.first_token, first_needed)
+            num_tokens = chunk.first_token + chunk.num_tokens - first_token
+            if num_tokens <= 0:
+                continue  # behind the window of this layer: nobody will look at these tokens
+            buffers = self._engine.kv_pool.buffers(layer, job.block_table, first_token, num_tokens)
             self._pushers[job.peer].put_nowait(
-                LayerWrite(job, layer, chunk.first_token, chunk.num_tokens, tuple(buffers))
+                LayerWrite(job, layer, first_token, num_tokens, tuple(buffers))
             )
 
     def _after_step(self, job: Job, chunk: Chunk) -> None:
@@ -269,6 +272,13 @@ class Prefiller:
                         ErrorCode.DEADLINE_EXCEEDED,
                         f"prefill did not finish in time (state {job.state.name.lower()})",
                     )
+                elif job.is_beat_due(now):
+                    job.beat_at, job.has_beat_queued = now, True
+                    self._pushers[job.peer].put_nowait(Beat(job))
+
+    def fail_transfer(self, job: Job, reason: str) -> None:
+        """The KV cannot leave in the form that was asked for."""
+        self._give_up(job, ErrorCode.LOCAL, reason)
 
     def _give_up(self, job: Job, code: ErrorCode, reason: str) -> None:
         """End a prompt early and have the decode worker told, in order, by the pusher."""
@@ -283,6 +293,7 @@ class Prefiller:
         if job.is_over:
             return
         job.advance(event)
+        job.transfer.end()
         self._metrics.outcomes.labels(outcome=outcome).inc()
         job.release_if_idle()
 
@@ -300,6 +311,6 @@ class Prefiller:
         self._wake.set()
 
 
-def _instance(peer: Peer) -> tuple[str, str]:
+def _instance(peer: Link) -> tuple[str, str]:
     """Whose connection it is: one instance may have several."""
     return (peer.remote.role, peer.remote.instance_id)

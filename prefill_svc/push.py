@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvproto.carrier import KvWriter
-from kvproto.errors import ConnectionLost, DeadlineExceeded
-from kvproto.messages import Abort, AbortAck, Commit, Started
-from kvproto.tcp import Peer
+from kvproto.errors import ConnectionLost, ConversionError, DeadlineExceeded
+from kvproto.messages import Abort, AbortAck, Commit, Heartbeat, Started
+from kvproto.tcp_link import Link
 from prefill_svc.job import Job, JobEvent, JobState
 
 
@@ -36,6 +35,13 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Beat:
+    """The prompt still waits for its first step: say so. At most one a prompt is queued."""
+
+    job: Job
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """All layers of all tokens were queued: commit."""
 
@@ -49,6 +55,9 @@ class GiveUp:
     job: Job
 
 
+Item = LayerWrite | Begin | Beat | Finish | GiveUp
+
+
 class Pusher:
     """The sending side of one connection to a decode worker.
 
@@ -58,20 +67,20 @@ class Pusher:
 
     def __init__(
         self,
-        peer: Peer,
-        writer: KvWriter,
+        peer: Link,
         *,
         max_items: int,
         stall_items: int,
         ack_timeout_s: float,
         on_drained: Callable[[], None],
+        on_failed: Callable[[Job, str], None],
     ) -> None:
         self.peer = peer
-        self._writer = writer
-        self._queue: asyncio.Queue[LayerWrite | Begin | Finish | GiveUp] = asyncio.Queue(max_items)
+        self._queue: asyncio.Queue[Item] = asyncio.Queue(max_items)
         self._stall_items = stall_items
         self._ack_timeout_s = ack_timeout_s
         self._on_drained = on_drained
+        self._on_failed = on_failed
 
     @property
     def is_stalled(self) -> bool:
@@ -82,7 +91,7 @@ class Pusher:
         """Items that wait, and the bound."""
         return {"num_items": self._queue.qsize(), "max_items": self._queue.maxsize}
 
-    def put_nowait(self, item: LayerWrite | Begin | Finish | GiveUp) -> None:
+    def put_nowait(self, item: Item) -> None:
         """Queue ``item``; asyncio.QueueFull cannot happen while stalled prompts are not run."""
         item.job.hold()
         try:
@@ -113,7 +122,7 @@ class Pusher:
         while not self._queue.empty():
             self._queue.get_nowait().job.drop()
 
-    async def _handle(self, item: LayerWrite | Begin | Finish | GiveUp) -> None:
+    async def _handle(self, item: Item) -> None:
         job = item.job
         if isinstance(item, GiveUp):
             await self._give_up(job)
@@ -121,6 +130,9 @@ class Pusher:
             return
         elif isinstance(item, LayerWrite):
             await self._write(item)
+        elif isinstance(item, Beat):
+            job.has_beat_queued = False
+            await self.peer.send(Heartbeat(*job.key))
         elif isinstance(item, Begin):
             await self.peer.send(
                 Started(*job.key, queue_s=job.started_at - job.arrived_at),
@@ -132,13 +144,13 @@ class Pusher:
         job = item.job
         if not job.first_write_at:
             job.first_write_at = time.monotonic()
-        job.count(item.layer, item.buffers)
-        await self._writer.write(
-            *job.key, item.layer, item.first_token, item.num_tokens, item.buffers
-        )
+        try:
+            await job.transfer.send(item.layer, item.first_token, item.num_tokens, item.buffers)
+        except ConversionError as exc:
+            self._on_failed(job, str(exc))
 
     async def _commit(self, job: Job) -> None:
-        await self._writer.flush()
+        await job.transfer.flush()
         if job.is_over:
             return  # given up while the writes left; its GiveUp is queued behind
         job.advance(JobEvent.COMMIT_SENT)
@@ -147,17 +159,18 @@ class Pusher:
             Commit(
                 *job.key,
                 num_tokens=job.num_tokens,
-                nbytes=job.nbytes,
-                digests=job.digests.values(),
+                nbytes=job.transfer.nbytes,
+                digests=job.transfer.digests(),
                 queue_s=job.started_at - job.arrived_at,
                 prefill_s=job.computed_at - job.started_at,
                 handoff_s=time.monotonic() - job.first_write_at,
+                wire_error=job.transfer.wire_error,
             )
         )
 
     async def _give_up(self, job: Job) -> None:
         # Only when the connection has let go of the memory may ABORT_ACK promise anything.
-        await self._writer.flush()
+        await job.transfer.flush()
         await self.peer.flushed()
         if not job.is_cancelled_by_peer:
             await self.peer.send(Abort(*job.key, code=job.give_up_code, message=job.give_up_reason))

@@ -7,11 +7,16 @@ import structlog
 from kvengine.engine import Engine
 from kvengine.errors import EngineError
 from kvproto.announce import announce
+from kvproto.convert import CONVERTIBLE
+from kvproto.description import describe
 from kvproto.errors import LocalProtocolError
 from kvproto.handshake import DEFAULT_MAX_PAYLOAD_NBYTES, Identity
 from kvproto.messages import Register
+from kvproto.region import CARRIER as MAPPED
+from kvproto.region import unavailable_reason
 from kvproto.tcp import Server
 from kvproto.tcp import serve as serve_tcp
+from kvproto.tcp_link import Links
 from prefill_svc.config import PrefillConfig
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
@@ -40,6 +45,9 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
         prefiller,
         metrics,
         geometry=engine.facts.geometry,
+        description=describe(
+            engine.facts.geometry, model=engine.facts.name, max_model_len=engine.facts.max_model_len
+        ),
         config=config,
     )
     identity = Identity(
@@ -47,6 +55,8 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
         instance_id=config.instance_id,
         facts=engine.facts.facts(),
         secret=config.secret,
+        dtypes=tuple(sorted(CONVERTIBLE)),
+        carriers=("tcp",) if unavailable_reason() else (MAPPED, "tcp"),
     )
     listener = await _listen(config, identity, server, tls)
     admin = AdminServer(
@@ -117,7 +127,11 @@ def _load_engine(config: PrefillConfig) -> Engine:
 
 def _check_step(engine: Engine, config: PrefillConfig) -> None:
     """One layer of one chunk is one frame, which the peer must accept."""
-    max_step_tokens = _MAX_BODY_NBYTES // engine.facts.geometry.write_nbytes(1)
+    geometry = engine.facts.geometry
+    max_step_tokens = min(
+        _MAX_BODY_NBYTES // max(1, geometry.write_nbytes(layer, 1))
+        for layer in range(geometry.num_layers)
+    )
     if config.max_step_tokens > max_step_tokens:
         raise ServiceError(
             f"max_step_tokens is {config.max_step_tokens}, but a frame holds {max_step_tokens} "
@@ -133,7 +147,7 @@ async def _listen(
             config.listen_host,
             config.listen_port,
             identity=identity,
-            handler=server.handle,
+            handler=Links(server.handle).handle,
             tls=tls.server,
         )
     except LocalProtocolError as exc:

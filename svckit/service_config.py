@@ -75,6 +75,11 @@ class WorkerConfig(ServiceConfig):
     advertise_host: str = option(
         "Host under which other machines reach this worker; empty means listen_host.", default=""
     )
+    mapped_dir: Path | None = option(
+        "Private folder of the sockets through which workers on one host share memory; empty means "
+        "the user's runtime folder. Both workers need the same.",
+        default=None,
+    )
     router_host: str = option("Host of the router's control port.", default="127.0.0.1")
     router_port: int = option(
         "The router's control port.", default=7400, minimum=1, maximum=MAX_PORT

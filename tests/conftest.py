@@ -1,14 +1,18 @@
 """What all tests share: where the default model is, and tiny models made on the spot."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from ops.model_cache import default_model_dir as cached_model_dir
+from tests.no_pickle import GUARD
 from tests.tiny_models import make_tiny_model
+
+# Before any test module is loaded. ``test_no_pickle`` also reads what was loaded before.
+GUARD.install()
 
 # No test asserts a time. The ordinary run repeats itself exactly; the long mode explores.
 settings.register_profile("ordinary", deadline=None, derandomize=True)
@@ -39,3 +43,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         return made[family]
 
     return get
+
+
+@pytest.fixture(autouse=True)
+def no_unsafe_deserialiser() -> Iterator[None]:
+    """Fails the test in which a module of ours used pickle, also if the error was swallowed."""
+    yield
+    assert GUARD.take() == []

@@ -1,9 +1,11 @@
 """A decode worker in this process, on real sockets, and a router's end of its connection."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,21 @@ import pytest
 from decode_svc.config import DecodeConfig
 from decode_svc.decoder import Decoder
 from decode_svc.handoff import Fetcher
+from decode_svc.letter_box import LetterBoxes
 from decode_svc.metrics import DecodeMetrics
+from decode_svc.path import PathChooser
 from decode_svc.prefill_peers import PrefillPeers
+from decode_svc.quarantine import Quarantine
 from decode_svc.server import DecodeServer
 from kvengine.engine import Engine
 from kvproto.blocks import BlockPool
+from kvproto.convert import RowConverter
+from kvproto.description import describe
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
 from kvproto.messages import Accepted, Finished, Generate, Message, PrefillWorker, Tokens
 from kvproto.tcp import Peer, connect, serve
+from kvproto.tcp_link import Links
 from tests.decode_svc.fake_prefill import Behaviour, FakePrefill
 
 _WAIT_S = 20.0
@@ -51,6 +59,7 @@ class Worker:
     decoder: Decoder
     blocks: BlockPool
     leases: LeaseTable
+    peers: PrefillPeers
     router: Peer
     port: int
 
@@ -82,7 +91,9 @@ class Worker:
         async with asyncio.timeout(_WAIT_S):
             await self.decoder.wait_idle()
         assert self.blocks.stats()["free"] == self.blocks.num_blocks
-        assert self.leases.stats() == {"num_leases": 0, "num_revoked": 0, "num_writing": 0}
+        stats = self.leases.stats()
+        assert (stats["num_leases"], stats["num_writing"]) == (0, 0)
+        assert stats["num_quarantined_blocks"] == 0
 
 
 def make_generate(
@@ -109,29 +120,58 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
 
     @asynccontextmanager
     async def start(engine: Engine, role: str = "router", **settings: Any) -> AsyncIterator[Worker]:
+        settings.setdefault("max_lanes", 1)
         config = DecodeConfig(model=Path("tiny"), instance_id="decode-under-test", **settings)
         facts = engine.facts.facts()
         metrics = DecodeMetrics()
         identity = Identity(role="decode", instance_id=config.instance_id, facts=facts)
         blocks = BlockPool(engine.num_blocks)
         layout, region = engine.kv_pool.layout, engine.kv_pool.region
-        leases = LeaseTable(layout, region, blocks)
-        peers = PrefillPeers(identity, leases, connect_timeout_s=config.connect_timeout_s)
-        fetcher = Fetcher(
-            peers,
+        leases = LeaseTable(layout, region, blocks, converter=RowConverter())
+        boxes = LetterBoxes()
+        quarantine = Quarantine(leases)
+        new_generation = partial(next, itertools.count(1))
+        paths = PathChooser(
             leases,
             blocks,
             layout,
-            region,
+            boxes,
+            quarantine,
             metrics,
+            host=None,
+            is_mapped_only=False,
+            new_generation=new_generation,
+            min_bandwidth=config.min_handoff_bandwidth,
+            timeout_s=config.connect_timeout_s,
+        )
+        peers = PrefillPeers(
+            identity,
+            leases,
+            boxes,
+            paths,
+            connect_timeout_s=config.connect_timeout_s,
+            max_lanes=config.max_lanes,
+        )
+        fetcher = Fetcher(
+            peers,
+            boxes,
+            leases,
+            blocks,
+            quarantine,
+            metrics,
+            new_generation=new_generation,
+            wire_dtype="" if config.kv_wire_dtype == "pool" else config.kv_wire_dtype,
             stall_timeout_s=config.stall_timeout_s,
             abort_timeout_s=config.abort_timeout_s,
         )
         decoder = Decoder(engine, blocks, fetcher, config, metrics)
-        server = DecodeServer(decoder, metrics)
-        listener = await serve("127.0.0.1", 0, identity=identity, handler=server.handle)
+        description = describe(engine.facts.geometry, model="tiny", max_model_len=64)
+        server = DecodeServer(decoder, boxes, metrics, description=description)
+        listener = await serve(
+            "127.0.0.1", 0, identity=identity, handler=Links(server.handle).handle, landing=leases
+        )
         async with asyncio.TaskGroup() as tasks:
-            loops = [tasks.create_task(peers.run()), tasks.create_task(decoder.run())]
+            loops = [tasks.create_task(owner.run()) for owner in (peers, decoder, quarantine)]
             router = await connect(
                 "127.0.0.1",
                 listener.port,
@@ -139,7 +179,7 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
                 timeout_s=10,
             )
             try:
-                yield Worker(decoder, blocks, leases, router, listener.port)
+                yield Worker(decoder, blocks, leases, peers, router, listener.port)
             finally:
                 router.abort("the test is over")
                 await listener.close()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kvengine.engine import Engine
 from kvengine.span import Span
+from kvproto.convert import WirePacker
 from kvproto.digest import RegionDigests
 from kvproto.errors import ErrorCode
 from kvproto.handshake import Identity
@@ -16,11 +17,14 @@ from kvproto.messages import (
     Message,
     Prefill,
     PrefillWorker,
+    Probe,
     Started,
 )
-from kvproto.tcp import Peer, Server, TcpWriter, serve
+from kvproto.probe import answer_probe
+from kvproto.tcp import Server, serve
+from kvproto.tcp_link import Link, Links
 
-Behaviour = Callable[["FakePrefill", Peer, Prefill], Awaitable[None]]
+Behaviour = Callable[["FakePrefill", Link, Prefill], Awaitable[None]]
 
 
 @dataclass
@@ -44,7 +48,9 @@ class FakePrefill:
     async def start(self) -> None:
         """Listen."""
         identity = Identity(role="prefill", instance_id=self.name, facts=self.engine.facts.facts())
-        self.server = await serve("127.0.0.1", 0, identity=identity, handler=self._handle)
+        self.server = await serve(
+            "127.0.0.1", 0, identity=identity, handler=Links(self._handle).handle
+        )
 
     async def close(self) -> None:
         """Cut every connection and stop listening."""
@@ -52,13 +58,18 @@ class FakePrefill:
             self.server.abort()
             await self.server.wait_closed()
 
-    async def _handle(self, peer: Peer) -> None:
+    async def _handle(self, peer: Link) -> None:
         self.num_connections += 1
         async with asyncio.TaskGroup() as tasks:
             async for message in peer:
-                self.seen.append(message)
+                if not getattr(message, "sequence_id", "").startswith("probe-"):
+                    self.seen.append(message)
                 if isinstance(message, Prefill):
                     tasks.create_task(self.behaviour(self, peer, message))
+                elif isinstance(message, Probe):
+                    geometry = self.engine.facts.geometry
+                    writer = peer.writer(geometry)
+                    tasks.create_task(answer_probe(peer, writer, geometry, message))
                 elif isinstance(message, Abort) and self.acks_aborts:
                     await peer.send(AbortAck(message.sequence_id, message.generation))
 
@@ -66,22 +77,26 @@ class FakePrefill:
         """How many messages of a kind came."""
         return sum(isinstance(message, kind) for message in self.seen)
 
-    async def push(self, peer: Peer, request: Prefill, *, num_layers: int | None = None) -> Commit:
+    async def push(self, peer: Link, request: Prefill, *, num_layers: int | None = None) -> Commit:
         """Send STARTED and the KV of the first ``num_layers`` layers; return a true COMMIT."""
         geometry = self.engine.facts.geometry
         num_tokens = len(request.tokens)
         block_size = self.engine.kv_pool.layout.block_size
         blocks = list(range(-(-num_tokens // block_size)))
         self.engine.forward([Span(list(request.tokens), 0, blocks, needs_logits=False)])
-        writer = TcpWriter(peer, geometry)
-        digests = RegionDigests(geometry)
+        wire = geometry.as_wire(request.dtype)
+        packer = WirePacker(geometry, wire)
+        writer = peer.writer(wire)
+        digests = RegionDigests(wire)
         await peer.send(Started(request.sequence_id, request.generation, queue_s=0.0))
         for layer in range(geometry.num_layers if num_layers is None else num_layers):
             buffers = self.engine.kv_pool.buffers(layer, blocks, 0, num_tokens)
             # A copy: the next request may compute into the same blocks at once.
-            copies = [memoryview(bytes(buffer)) for buffer in buffers]
-            for index, copy in enumerate(copies):
-                digests.update(layer, index // (len(copies) // 2), copy)
+            copies = [
+                memoryview(bytes(buffer)) for buffer in packer.pack(layer, num_tokens, buffers)
+            ]
+            for region, copy in enumerate(copies):
+                digests.update(layer, region, copy)
             await writer.write(
                 request.sequence_id, request.generation, layer, 0, num_tokens, copies
             )
@@ -89,55 +104,56 @@ class FakePrefill:
             request.sequence_id,
             request.generation,
             num_tokens=num_tokens,
-            nbytes=geometry.kv_token_nbytes * num_tokens,
+            nbytes=wire.kv_token_nbytes * num_tokens,
             digests=digests.values(),
             queue_s=0.0,
             prefill_s=0.0,
             handoff_s=0.0,
+            wire_error=packer.wire_error,
         )
 
 
-async def good(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def good(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """As it should be."""
     await peer.send(await fake.push(peer, request))
 
 
-async def lies_about_digests(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def lies_about_digests(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """The last digest is off by one: the bytes in the pool are not those announced."""
     commit = await fake.push(peer, request)
     digests = [*commit.digests[:-1], commit.digests[-1] ^ 1]
     await peer.send(replace(commit, digests=digests))
 
 
-async def leaves_out_a_layer(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def leaves_out_a_layer(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """COMMIT without the last layer."""
     await peer.send(await fake.push(peer, request, num_layers=3))
 
 
-async def hangs_up_in_the_middle(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def hangs_up_in_the_middle(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """Half the layers, then the connection is cut."""
     await fake.push(peer, request, num_layers=2)
     await peer.flushed()
     peer.abort("the test says so")
 
 
-async def stalls_in_the_middle(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def stalls_in_the_middle(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """Half the layers, then silence."""
     await fake.push(peer, request, num_layers=2)
 
 
-async def says_nothing(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def says_nothing(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """Accepts, and never answers."""
 
 
-async def refuses(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def refuses(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """Overloaded."""
     key = (request.sequence_id, request.generation)
     await peer.send(Abort(*key, code=ErrorCode.OVERLOADED, message="too much to do"))
     await peer.send(AbortAck(*key))
 
 
-async def commits_and_hangs_up(fake: FakePrefill, peer: Peer, request: Prefill) -> None:
+async def commits_and_hangs_up(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """Everything is delivered, but nobody is left to take the acknowledgement."""
     await peer.send(await fake.push(peer, request))
     await peer.close()

@@ -7,8 +7,10 @@ import pytest
 
 from decode_svc.errors import FetchCancelled
 from decode_svc.handoff import Fetcher, Handoff
+from decode_svc.letter_box import LetterBoxes
 from decode_svc.metrics import DecodeMetrics
 from decode_svc.prefill_peers import PrefillPeers
+from decode_svc.quarantine import Quarantine
 from kvproto.blocks import BlockPool
 from kvproto.errors import ErrorCode
 from kvproto.lease import LeaseTable
@@ -210,11 +212,12 @@ async def test_a_sequence_given_up_while_connecting_asks_for_nothing(load_engine
     handoff = Handoff("s", [1] * 20, table, [PrefillWorker("p", "127.0.0.1", 1)], expires_at=1e9)
     fetcher = Fetcher(
         cast("PrefillPeers", _PeersThatCancel(handoff)),
+        LetterBoxes(),
         leases,
         blocks,
-        layout,
-        region,
+        Quarantine(leases),
         DecodeMetrics(),
+        new_generation=lambda: 1,
         stall_timeout_s=1.0,
         abort_timeout_s=1.0,
     )
@@ -253,7 +256,7 @@ async def test_a_write_behind_its_abort_ack_ends_the_connection(
 
         def half_received(generation: int) -> bool:
             nonlocal is_cut
-            if generation == 1 and not is_cut:
+            if not is_cut:
                 is_cut = True
                 return False
             return bool(quiesced(generation))
@@ -265,4 +268,28 @@ async def test_a_write_behind_its_abort_ack_ends_the_connection(
         await worker.generate("t", _PROMPT, [liar.address, good.address])
         assert (await worker.outcomes(1))["t"].tokens == expected
         assert liar.num_connections == 2
+        await worker.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(("min_gain", "num_lanes"), [(0.0, 3), (1e9, 1)])
+async def test_several_lanes_are_kept_if_they_are_worth_it(
+    load_engine: Any,
+    start_worker: Any,
+    fake_worker: Any,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    min_gain: float,
+    num_lanes: int,
+) -> None:
+    monkeypatch.setattr("decode_svc.prefill_peers._LANES_MIN_GAIN", min_gain)
+    fake = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine(), max_lanes=3) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        assert (await worker.outcomes(1))["s"].tokens == expected
+        [path] = worker.peers.stats().values()
+        assert path["num_lanes"] == num_lanes
+        assert path["bandwidth_bytes_per_s"] > 0
+        # Each link serves on, and the one that was not kept leaves nothing behind.
+        await worker.generate("t", _PROMPT, [fake.address])
+        assert (await worker.outcomes(1))["t"].tokens == expected
         await worker.assert_nothing_is_left()

@@ -4,7 +4,7 @@ from kvengine.attention_plan import AttentionPlan, make_plan
 from kvengine.forward_batch import Span
 from kvproto.geometry import KvGeometry, PoolLayout
 
-LAYOUT = PoolLayout(KvGeometry(1, 2, 4, "float32", ("a",)), num_blocks=100, block_size=4)
+LAYOUT = PoolLayout(KvGeometry.uniform(1, 2, 4, "float32", ("a",)), num_blocks=100, block_size=4)
 
 
 def plan(spans: list[Span], window: int | None = None, dtype: torch.dtype = torch.float32):  # type: ignore[no-untyped-def]

@@ -104,7 +104,7 @@ def test_only_the_given_blocks_are_written(load_engine: Callable[..., Engine]) -
     engine = load_engine()
     engine.kv_pool.region[:] = b"\x5a" * len(engine.kv_pool.region)
     engine.forward([Span(make_prompts([11])[0], 0, [3, 7]), Span([5], 2, [9])])
-    block_nbytes = 8 * engine.facts.geometry.token_nbytes
+    block_nbytes = engine.facts.geometry.write_nbytes(0, 8) // 2
     touched = {
         block
         for layer in range(3)

@@ -13,7 +13,7 @@ SPANS = [
 
 
 def make_batch(spans: list[Span] = SPANS) -> ForwardBatch:
-    geometry = KvGeometry(1, 2, 4, "float32", ("a",))
+    geometry = KvGeometry.uniform(1, 2, 4, "float32", ("a",))
     return ForwardBatch(spans, KvPool(PoolLayout(geometry, num_blocks=10, block_size=4)))
 
 

@@ -7,7 +7,7 @@ from kvproto.geometry import KvGeometry, PoolLayout
 
 
 def make_pool(dtype: str = "float32") -> KvPool:
-    geometry = KvGeometry(3, 2, 4, dtype, ("a", "b", "c"))
+    geometry = KvGeometry.uniform(3, 2, 4, dtype, ("a", "b", "c"))
     return KvPool(PoolLayout(geometry, num_blocks=6, block_size=4))
 
 
@@ -21,15 +21,15 @@ def test_tensors_and_bytes_are_the_same_memory(dtype: str) -> None:
     for layer in range(3):
         for region, tensors in enumerate((pool.keys, pool.values)):
             tensors[layer][7] = torch.arange(8).view(2, 4) + 100 * region + 10 * layer
-            begin = layout.offset(layer, region, 7)
-            raw = bytearray(pool.region[begin : begin + layout.geometry.token_nbytes])
+            [(begin, nbytes)] = layout.pieces(layer, [1], 3, 1)[region]
+            raw = bytearray(pool.region[begin : begin + nbytes])
             seen = torch.frombuffer(raw, dtype=torch_dtype(dtype)).view(2, 4)
             assert torch.equal(seen, tensors[layer][7])
 
 
 def test_writing_bytes_changes_the_tensors() -> None:
     pool = make_pool()
-    begin = pool.layout.offset(2, 1, 5)
+    [(begin, _)] = pool.layout.pieces(2, [1], 1, 1)[1]
     pool.region[begin : begin + 32] = torch.ones(8).numpy().tobytes()
     assert torch.equal(pool.values[2][5], torch.ones(2, 4))
     assert float(pool.values[2].sum()) == 8
@@ -55,7 +55,7 @@ def test_buffers_are_the_runs_of_k_then_v() -> None:
 
 
 def test_a_pool_beyond_the_address_space_is_refused() -> None:
-    geometry = KvGeometry(3, 2, 4, "float32", ("a", "b", "c"))
+    geometry = KvGeometry.uniform(3, 2, 4, "float32", ("a", "b", "c"))
     with pytest.raises(PoolTooSmall, match="give a smaller pool size"):
         KvPool(PoolLayout(geometry, num_blocks=1 << 50, block_size=16))
 

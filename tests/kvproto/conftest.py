@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -14,20 +15,23 @@ from hypothesis import settings
 
 from kvproto.buffer import Buffer
 from kvproto.connection import Connection
-from kvproto.errors import LeaseError
+from kvproto.errors import LeaseError, Malformed
 from kvproto.events import Event, HandshakeDone
 from kvproto.frame import encode_frame
 from kvproto.geometry import KvGeometry
 from kvproto.handshake import Identity, canary_bytes
 from kvproto.header import HOST_ORDER, ByteOrder
-from kvproto.messages import Message, Write, encode_fields
+from kvproto.messages import Message, Placed, Write, encode_fields
 from tests.certificates import Authority, TlsFiles
 
 # No deadline for one example: nothing here depends on how fast the machine is.
 settings.register_profile("kvproto", deadline=None)
 settings.load_profile("kvproto")
 
-GEOMETRY = KvGeometry(2, 2, 4, "float32", ("layers.0", "layers.1"))
+# What one scenario may take; the long mode does more of the same in it.
+SCENARIO_S = 500 if os.environ.get("PD_LONG_TESTS") == "1" else 40
+
+GEOMETRY = KvGeometry.uniform(2, 2, 4, "float32", ("layers.0", "layers.1"))
 
 
 class Wire:
@@ -51,11 +55,21 @@ class Wire:
 
     @staticmethod
     def frame(
-        message: Message, body: Iterable[Buffer] = (), shape_word: int = 0, order=HOST_ORDER
+        message: Message,
+        body: Iterable[Buffer] = (),
+        shape_word: int = 0,
+        order=HOST_ORDER,
+        is_body_checked: bool = True,
     ) -> bytes:
         """The bytes of one frame."""
-        fields = encode_fields(message, order)
-        buffers = encode_frame(message.kind, fields, list(body), shape_word=shape_word, order=order)
+        buffers = encode_frame(
+            message.kind,
+            encode_fields(message, order),
+            list(body),
+            shape_word=shape_word,
+            order=order,
+            is_body_checked=is_body_checked,
+        )
         return b"".join(buffers)
 
     @classmethod
@@ -102,11 +116,18 @@ class MemoryLanding:
         self.geometry = GEOMETRY
         self.memory = memoryview(bytearray(nbytes))
         self.pieces = pieces
-        self.log: list[tuple[str, Write]] = []
+        self.log: list[tuple[str, Write | Placed]] = []
+        # The bytes of ``received``, of all writes, and the order that ``landed`` was told.
+        self.arrived = bytearray()
+        self.order: ByteOrder | None = None
 
-    def destination(self, write: Write, body_nbytes: int, writer: str) -> list[memoryview]:
+    def destination(
+        self, write: Write, body_nbytes: int, shape_word: int, writer: str
+    ) -> list[memoryview]:
         if write.sequence_id == "refused":
             raise LeaseError("no lease", sequence_id=write.sequence_id)
+        if shape_word != self.geometry.shape_word(0, write.num_tokens):
+            raise Malformed("shape_word", "is not that of the write")
         self.log.append(("destination", write))
         size = -(-body_nbytes // self.pieces)
         return [
@@ -114,11 +135,21 @@ class MemoryLanding:
             for start in range(0, body_nbytes, size)
         ]
 
-    def landed(self, write: Write) -> None:
+    def received(self, write: Write, piece: memoryview) -> None:
+        assert self.log[-1] == ("destination", write)
+        self.arrived += piece
+
+    def landed(self, write: Write, order: ByteOrder) -> None:
+        self.order = order
         self.log.append(("landed", write))
 
     def abandoned(self, write: Write) -> None:
         self.log.append(("abandoned", write))
+
+    def placed(self, placed: Placed, writer: str) -> None:
+        if placed.sequence_id == "refused":
+            raise LeaseError("no lease", sequence_id=placed.sequence_id)
+        self.log.append(("placed", placed))
 
     def names(self) -> list[str]:
         return [name for name, _ in self.log]
@@ -164,6 +195,7 @@ class RawPeer:
         connection: Connection | None,
     ) -> None:
         self.reader, self.writer, self.connection = reader, writer, connection
+        self.early: list[Event] = []
 
     @classmethod
     async def connect(cls, port: int, identity: Identity | None = None) -> "RawPeer":
@@ -197,8 +229,8 @@ class RawPeer:
         return server.sockets[0].getsockname()[1], peers, server
 
     async def handshake(self) -> None:
-        while not any(isinstance(event, HandshakeDone) for event in await self.receive()):
-            pass
+        while not any(isinstance(event, HandshakeDone) for event in self.early):
+            self.early += await self.receive()
 
     async def receive(self) -> list[Event]:
         """Send what is due, read once, and say what it was. [] at the end of the stream."""
@@ -214,10 +246,13 @@ class RawPeer:
     async def receive_until(self, kind: type) -> Message:
         """The next message of this type."""
         while True:
-            for event in await self.receive():
-                message = getattr(event, "message", None)
+            # What came in one read with the end of the handshake, or with another message.
+            while self.early:
+                message = getattr(self.early.pop(0), "message", None)
                 if isinstance(message, kind):
                     return message
+            self.early += await self.receive()
+            assert self.early or not self.reader.at_eof(), f"the stream ended before {kind}"
 
     def send(self, message: Message, body: Iterable[Buffer] = (), shape_word: int = 0) -> None:
         """Queue a frame without any check."""
@@ -268,7 +303,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]],
     factories = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
     async def watched(scenario: Coroutine[Any, Any, None]) -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(SCENARIO_S):
             await scenario
         await wait_until(lambda: asyncio.all_tasks() == {asyncio.current_task()})
 

@@ -225,3 +225,10 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+def test_no_blocks_at_all_are_no_fault():
+    pool = BlockPool(2)
+    pool.open_for_write([], "a", 1)
+    pool.free([], "a")
+    assert pool.num_free_blocks == 2

@@ -12,7 +12,7 @@ from kvproto.tcp import TcpWriter
 @pytest.mark.parametrize(
     ("interface", "implementation", "names"),
     [
-        (Landing, LeaseTable, ["destination", "landed", "abandoned"]),
+        (Landing, LeaseTable, ["destination", "received", "landed", "abandoned", "placed"]),
         (KvWriter, TcpWriter, ["write", "flush"]),
     ],
 )

@@ -29,6 +29,7 @@ from kvproto.errors import (
     UnexpectedMessage,
 )
 from kvproto.events import Ended, HandshakeDone, MessageReceived, WriteRefused
+from kvproto.frame import encode_frame
 from kvproto.handshake import Identity, canary_bytes
 from kvproto.header import HOST_ORDER, ByteOrder, Header, Kind
 from kvproto.intake import DIRECT_MIN_NBYTES
@@ -37,11 +38,21 @@ from kvproto.messages import (
     Abort,
     AbortAck,
     Accepted,
+    Attached,
     Auth,
+    Commit,
+    Describe,
+    Description,
     Error,
+    Heartbeat,
+    LayerRecord,
+    Offer,
     Ping,
+    Placed,
     Pong,
     Prefill,
+    Probe,
+    RegionRecord,
     Started,
     Write,
 )
@@ -49,7 +60,9 @@ from kvproto.state import ConnectionState
 
 SECRET = b"0123456789abcdef"
 OTHER_ORDER = next(order for order in ByteOrder if order is not HOST_ORDER)
+PREFILL = Prefill("s", 1, [1, 2], 0.5)
 STARTED = Started("s", 1, 0.5)
+COMMIT = Commit("s", 1, 2, 0, [], 0.0, 0.0, 0.0)
 WRITE = Write("s", 1, "layers.0", 0, 2)
 BODY = array("f", range(32)).tobytes()
 
@@ -76,7 +89,7 @@ def error_sent(wire, connection: Connection) -> Error:
 
 @pytest.fixture
 def shape(geometry):
-    return geometry.shape_word(2, layers=1)
+    return geometry.shape_word(0, 2)
 
 
 # -- handshake -------------------------------------------------------------------------------------
@@ -280,6 +293,47 @@ def test_a_shape_word_where_none_belongs(wire, decode, prefill):
     assert error.field == "shape_word"
 
 
+@pytest.mark.parametrize("kind", [Kind.KV_FILE, Kind.REGION])
+@pytest.mark.parametrize("body", [b"", b"x" * 100])
+def test_what_belongs_in_a_file_is_refused(wire, decode, prefill, memory_landing, kind, body):
+    landing = memory_landing()
+    left, _ = wire.connected(decode, prefill, client_landing=landing)
+    frame = encode_frame(kind, {}, [body], order=HOST_ORDER)
+    error = the_end(wire.feed(left, frame))
+    assert isinstance(error, UnexpectedMessage)
+    assert kind.name in str(error)
+    assert landing.log == []
+
+
+def test_a_whole_conversation_of_the_newer_messages(wire, decode, prefill):
+    """Both ways, with a client that brings its KV on the connection it asks on."""
+    nonce = bytes(32)
+    layers = [LayerRecord("a", [RegionRecord("k", 1, 2, "token")])]
+    to_prefill = [Describe(), Offer("mapped", nonce), Probe("q", 2, 16, "mapped", [0]), PREFILL]
+    to_decode = [
+        Description("m", 100, "float32", layers),
+        Attached("mapped", nonce),
+        Heartbeat("s", 1),
+        STARTED,
+        COMMIT,
+    ]
+    left, right = wire.connected(decode, prefill)
+    for message in to_prefill:
+        left.send(message)
+    for message in to_decode:
+        right.send(message)
+    left_events, right_events = wire.exchange(left, right)
+    assert [event.message for event in right_events] == to_prefill
+    assert [event.message for event in left_events] == to_decode
+    client, server = wire.connected(Identity("client", "c"), decode)
+    server.send(PREFILL)
+    for message in (STARTED, Heartbeat("s", 1), COMMIT):
+        client.send(message)
+    client_events, server_events = wire.exchange(client, server)
+    assert [event.message for event in client_events] == [PREFILL]
+    assert [event.message for event in server_events] == [STARTED, Heartbeat("s", 1), COMMIT]
+
+
 # -- sending ---------------------------------------------------------------------------------------
 
 
@@ -299,6 +353,13 @@ def test_only_a_write_has_a_body(wire, decode, prefill, body, shape_word):
     _, right = wire.connected(decode, prefill)
     with pytest.raises(LocalProtocolError, match="only WRITE"):
         right.send(STARTED, body, shape_word=shape_word)
+
+
+def test_only_a_write_leaves_its_body_unchecked(wire, decode, prefill):
+    _, right = wire.connected(decode, prefill)
+    with pytest.raises(LocalProtocolError, match="STARTED frame whose body is unchecked"):
+        right.send(STARTED, is_body_checked=False)
+    assert right.data_to_send() == []
 
 
 def test_a_faulty_message_is_not_queued(wire, decode, prefill):
@@ -345,9 +406,9 @@ def test_a_large_body_is_received_into_the_landing_itself(
     landing = memory_landing(pieces=1)
     left, right = wire.connected(decode, prefill, client_landing=landing)
     num_tokens = 4096
-    body = bytes(range(256)) * (geometry.write_nbytes(num_tokens) // 256)
+    body = bytes(range(256)) * (geometry.write_nbytes(0, num_tokens) // 256)
     write = Write("s", 1, "layers.0", 0, num_tokens)
-    right.send(write, [body], shape_word=geometry.shape_word(num_tokens, layers=1))
+    right.send(write, [body], shape_word=geometry.shape_word(0, num_tokens))
     data = b"".join(right.data_to_send())
     head_nbytes = len(data) - len(body)
     assert wire.feed(left, data[:head_nbytes]) == []
@@ -358,15 +419,18 @@ def test_a_large_body_is_received_into_the_landing_itself(
     assert landing.memory[: len(body)] == body
 
 
-def test_a_body_from_the_other_byte_order_is_swapped(wire, decode, prefill, memory_landing, shape):
+@pytest.mark.parametrize("sender_order", ByteOrder)
+def test_the_landing_learns_the_order_of_a_body(
+    wire, decode, prefill, memory_landing, shape, sender_order
+):
     landing = memory_landing()
-    other = replace(prefill, byte_order=OTHER_ORDER)
-    left, right = wire.connected(decode, other, client_landing=landing)
-    numbers = array("f", range(32))
-    numbers.byteswap()
-    right.send(WRITE, [numbers.tobytes()], shape_word=shape)
+    sender = replace(prefill, byte_order=sender_order)
+    left, right = wire.connected(decode, sender, client_landing=landing)
+    right.send(WRITE, [BODY], shape_word=shape)
     assert wire.feed(left, right.data_to_send()) == [MessageReceived(WRITE)]
-    assert landing.memory[: len(BODY)] == BODY
+    assert landing.order is sender_order
+    # As they came: swapping is the landing's business, after the digests.
+    assert landing.memory[: len(BODY)] == landing.arrived == BODY
 
 
 def test_a_write_without_a_landing(wire, decode, prefill, shape):
@@ -402,6 +466,35 @@ def test_a_damaged_write_poisons_and_is_not_counted(wire, decode, prefill, memor
     assert isinstance(the_end(wire.feed(left, data)), ChecksumMismatch)
     assert landing.names() == ["destination", "abandoned"]
     assert error_sent(wire, left).code == ErrorCode.CHECKSUM_MISMATCH
+
+
+def test_placed_is_a_message_once_it_is_counted(wire, decode, prefill, memory_landing):
+    landing = memory_landing()
+    left, right = wire.connected(decode, prefill, client_landing=landing)
+    placed, refused = (Placed(name, 1, "layers.0", 0, 2) for name in ("s", "refused"))
+    for message in (placed, refused, refused):
+        right.send(message)
+    events = wire.feed(left, right.data_to_send())
+    assert events[0] == MessageReceived(placed)
+    assert [(type(event), event.write) for event in events[1:]] == [(WriteRefused, refused)] * 2
+    assert landing.names() == ["placed"]
+    # One answer for a run of refusals.
+    (answer,) = wire.feed(right, left.data_to_send())
+    assert (answer.message.code, answer.message.sequence_id) == (ErrorCode.LEASE, "refused")
+
+
+@pytest.mark.parametrize("is_body_checked", [True, False])
+def test_a_refusal_is_sent_behind_the_whole_frame(
+    wire, decode, prefill, memory_landing, shape, is_body_checked
+):
+    left, right = wire.connected(decode, prefill, client_landing=memory_landing())
+    refused = replace(WRITE, sequence_id="refused")
+    right.send(refused, [BODY], shape_word=shape, is_body_checked=is_body_checked)
+    data = b"".join(right.data_to_send())
+    assert wire.feed(left, data[:-1]) == []
+    assert left.data_to_send() == []
+    (event,) = wire.feed(left, data[-1:])
+    assert isinstance(event, WriteRefused)
 
 
 def test_a_damaged_descriptor_is_not_answered_as_a_refusal(
@@ -551,7 +644,7 @@ def test_damaged_conversations_end_without_raising(wire, memory_landing, geometr
         Identity("decode", "d"), Identity("prefill", "p"), client_landing=landing
     )
     right.send(STARTED)
-    right.send(WRITE, [BODY], shape_word=geometry.shape_word(2, layers=1))
+    right.send(WRITE, [BODY], shape_word=geometry.shape_word(0, 2))
     right.send(AbortAck("s", 1))
     raw = bytearray(b"".join(right.data_to_send()))
     for _ in range(data.draw(st.integers(1, 3))):

@@ -57,6 +57,34 @@ def test_round_trip(fields, body, order):
         assert len(raw) == HEADER_NBYTES + 4 + descriptor_nbytes
 
 
+@given(st.binary(min_size=1, max_size=200), st.sampled_from(ByteOrder), st.data())
+def test_an_unchecked_body_is_not_under_the_payload_check(body, order, data):
+    """Every flipped bit in front of the body is found, none in the body."""
+    raw = bytearray(
+        b"".join(encode_frame(Kind.KV_FILE, {"a": 1}, [body], order=order, is_body_checked=False))
+    )
+    frame = decode_frame(bytes(raw), max_payload_nbytes=MAX)
+    assert not frame.header.is_body_checked
+    assert frame.body == body
+    byte = data.draw(st.integers(0, len(raw) - 1))
+    raw[byte] ^= 1 << data.draw(st.integers(0, 7))
+    if byte >= len(raw) - len(body):
+        assert decode_frame(bytes(raw), max_payload_nbytes=MAX).body == raw[-len(body) :]
+    else:
+        with pytest.raises(RemoteProtocolError):
+            decode_frame(bytes(raw), max_payload_nbytes=MAX)
+
+
+def test_a_flagged_frame_without_a_body_is_checked_whole():
+    raw = b"".join(
+        encode_frame(Kind.WRITE, {"a": 1}, order=ByteOrder.LITTLE, is_body_checked=False)
+    )
+    assert decode_frame(raw, max_payload_nbytes=MAX).fields == {"a": 1}
+    damaged = raw[:-1] + b"\x02"
+    with pytest.raises(ChecksumMismatch):
+        decode_frame(damaged, max_payload_nbytes=MAX)
+
+
 def test_the_body_is_not_copied():
     body = bytearray(b"x" * 4096)
     buffers = encode_frame(Kind.WRITE, {}, [body], order=ByteOrder.LITTLE)

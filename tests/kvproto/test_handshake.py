@@ -103,6 +103,45 @@ def test_a_fact_that_differs_is_named_with_both_values(name, ours, theirs):
     assert (excinfo.value.ours, excinfo.value.theirs) == (str(ours), str(theirs))
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(("float16",), ()), ((), ("float32",)), (("int8", "float16"), ("float32",))],
+)
+def test_a_dtype_that_one_side_converts_may_differ(ours, theirs):
+    identity = Identity("decode", "d", {"dtype": "float32"}, dtypes=ours)
+    assert check_hello(identity, NONCE, hello(facts={"dtype": "float16"}, dtypes=theirs)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [((), ()), (("float32",), ()), ((), ("float16",)), (("int8",), ("int8",))]
+)
+def test_a_dtype_that_nobody_converts_is_refused(ours, theirs):
+    identity = Identity("decode", "d", {"dtype": "float32"}, dtypes=ours)
+    with pytest.raises(HandshakeRefused) as excinfo:
+        check_hello(identity, NONCE, hello(facts={"dtype": "float16"}, dtypes=theirs))
+    assert excinfo.value.field == "dtype"
+
+
+def test_converting_helps_the_dtype_alone():
+    identity = Identity("decode", "d", {"layout": "a"}, dtypes=("a", "b"))
+    with pytest.raises(HandshakeRefused) as excinfo:
+        check_hello(identity, NONCE, hello(facts={"layout": "b"}, dtypes=("a", "b")))
+    assert excinfo.value.field == "layout"
+
+
+def test_hello_says_what_the_identity_says():
+    identity = Identity(
+        "client", "c", carriers=("mapped", "tcp"), dtypes=("int8",), link_id="l", lane=3
+    )
+    said = identity.hello(NONCE)
+    assert (said.carriers, said.dtypes, said.link_id, said.lane) == (
+        ["mapped", "tcp"],
+        ["int8"],
+        "l",
+        3,
+    )
+
+
 def test_of_many_facts_the_first_by_name_is_named():
     identity = Identity("decode", "d", {"b": 1, "a": 1})
     with pytest.raises(HandshakeRefused) as excinfo:

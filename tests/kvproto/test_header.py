@@ -21,7 +21,17 @@ from kvproto.errors import (
     UnsupportedVersion,
 )
 from kvproto.frame import decode_frame
-from kvproto.header import HEADER_NBYTES, HOST_ORDER, MAGIC, VERSION, ByteOrder, Header, Kind
+from kvproto.header import (
+    BODY_UNCHECKED,
+    HEADER_NBYTES,
+    HOST_ORDER,
+    MAGIC,
+    UNCHECKED_KINDS,
+    VERSION,
+    ByteOrder,
+    Header,
+    Kind,
+)
 from kvproto.messages import Ping
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "header.json").read_text("utf-8"))
@@ -34,6 +44,15 @@ headers = st.builds(
     payload_check=st.integers(0, (1 << 32) - 1),
     shape_word=st.integers(0, MAX),
     order=st.sampled_from(ByteOrder),
+)
+flagged_headers = st.builds(
+    Header,
+    kind=st.sampled_from(sorted(UNCHECKED_KINDS)),
+    payload_nbytes=st.integers(0, MAX),
+    payload_check=st.integers(0, (1 << 32) - 1),
+    shape_word=st.integers(0, MAX),
+    order=st.sampled_from(ByteOrder),
+    is_body_checked=st.just(False),
 )
 
 
@@ -48,16 +67,17 @@ def test_golden_vectors(vector):
     raw = bytes.fromhex(vector["hex"])
     expected = Header(
         Kind[vector["kind"]],
-        vector["payload_nbytes"],
+        int(vector["payload_nbytes"]),
         int(vector["payload_check"], 16),
         int(vector["shape_word"], 16),
         ByteOrder[vector["order"]],
+        is_body_checked=not vector["flags"],
     )
     assert Header.decode(raw, max_payload_nbytes=MAX) == expected
     assert expected.encode() == raw
 
 
-@given(headers)
+@given(headers | flagged_headers)
 def test_round_trip(header):
     raw = header.encode()
     assert len(raw) == HEADER_NBYTES
@@ -72,7 +92,7 @@ def test_the_two_orders_differ_in_all_wide_fields_only():
     assert little[16:24] == bytes(reversed(big[16:24]))
 
 
-@given(headers, st.integers(0, HEADER_NBYTES * 8 - 1))
+@given(headers | flagged_headers, st.integers(0, HEADER_NBYTES * 8 - 1))
 def test_any_single_flipped_bit_is_refused_or_found_by_the_payload_check(header, bit):
     flipped = bytearray(header.encode())
     flipped[bit // 8] ^= 1 << bit % 8
@@ -132,11 +152,22 @@ def test_unknown_kind(kind):
         Header.decode(sealed(bytes(raw)), max_payload_nbytes=MAX)
 
 
-def test_unknown_flags():
-    raw = bytearray(Header(Kind.PING, 1, 0).encode())
-    raw[7] = 0x80
-    with pytest.raises(Malformed, match="flags"):
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("flags", [BODY_UNCHECKED, 2, 3, 0x80, 0xFF])
+def test_a_flag_that_the_kind_does_not_have(kind, flags):
+    raw = bytearray(Header(kind, 1, 0).encode())
+    raw[7] = flags
+    if flags == BODY_UNCHECKED and kind in {Kind.WRITE, Kind.KV_FILE}:
+        assert not Header.decode(sealed(bytes(raw)), max_payload_nbytes=MAX).is_body_checked
+        return
+    with pytest.raises(Malformed, match=f"flags {flags:#04x} are not those of a {kind.name}"):
         Header.decode(sealed(bytes(raw)), max_payload_nbytes=MAX)
+
+
+@pytest.mark.parametrize("kind", sorted(set(Kind) - UNCHECKED_KINDS))
+def test_a_body_is_not_left_unchecked_where_nothing_else_covers_it(kind):
+    with pytest.raises(LocalProtocolError, match=f"{kind.name} frame whose body is unchecked"):
+        Header(kind, 1, 0, is_body_checked=False).encode()
 
 
 @pytest.mark.parametrize("nbytes", [101, 1 << 31, 1 << 63, MAX])

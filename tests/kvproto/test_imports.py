@@ -11,8 +11,14 @@ import kvproto
 
 FOLDER = Path(kvproto.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-CARRIERS = {"tcp", "tcp_driver", "tcp_peer", "tcp_server", "tls_stream", "announce"}
-CORE = sorted(set(MODULES) - CARRIERS)
+CLIENT = sorted(path.stem for path in (FOLDER / "client").glob("*.py") if path.stem != "__init__")
+CARRIERS = {"tcp", "tcp_driver", "tcp_peer", "tcp_server", "tcp_link", "tls_stream", "announce"}
+# Memory shared on one host, and the proof of a path.
+MAPPED = {"region", "socket_directory", "mapped", "mapped_host", "probe"}
+# KV as arrays, and as files.
+ARRAYS = {"convert", "kv_cache"}
+FILES = {"kv_file"}
+CORE = sorted(set(MODULES) - CARRIERS - MAPPED - ARRAYS - FILES)
 UNSAFE = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "dbm", "copyreg"}
 
 
@@ -92,7 +98,18 @@ def test_everything_imports_without_torch_and_numpy():
 import importlib, sys
 for name in ("torch", "numpy", "transformers", "pyverbs"):
     sys.modules[name] = None
-for module in {MODULES!r}:
+for module in {sorted(set(MODULES) - ARRAYS - FILES)!r}:
+    importlib.import_module("kvproto." + module)
+"""
+    )
+
+
+def test_arrays_and_files_import_without_torch():
+    run_python(
+        f"""
+import importlib, sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+for module in {sorted(ARRAYS | FILES)!r} + ["client"]:
     importlib.import_module("kvproto." + module)
 """
     )
@@ -114,7 +131,9 @@ for module in {CORE!r}:
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_are_at_the_top_and_from_the_allowed_list(module):
     allowed = {"kvproto", "msgpack", "xxhash", *sys.stdlib_module_names}
-    if module not in CARRIERS:
+    if module in ARRAYS:
+        allowed.add("numpy")
+    if module not in CARRIERS | MAPPED | FILES:
         allowed -= {"asyncio", "socket", "time", "random", "secrets", "threading", "logging", "os"}
     tree = ast.parse((FOLDER / f"{module}.py").read_text("utf-8"))
     for node in ast.walk(tree):
@@ -144,6 +163,20 @@ def test_every_struct_format_says_its_byte_order(module):
             assert node.args[0].value[0] in "<>", f"{module}.py:{node.lineno}"
 
 
+@pytest.mark.parametrize("module", CLIENT)
+def test_clients_import_the_standard_library_numpy_and_the_protocol(module):
+    tree = ast.parse((FOLDER / "client" / f"{module}.py").read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+            assert node.col_offset == 0, f"{module}.py:{node.lineno}: an import inside a function"
+            root = name.split(".")[0]
+            assert root in {"kvproto", "numpy", *sys.stdlib_module_names} - UNSAFE
+
+
 def test_the_tests_mirror_the_modules():
     tests = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
     assert set(MODULES) - tests == set()
+    folder = Path(__file__).parent / "client"
+    tests = {path.stem.removeprefix("test_") for path in folder.glob("test_*.py")}
+    assert set(CLIENT) - tests == set()

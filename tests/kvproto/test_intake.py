@@ -42,6 +42,31 @@ def test_a_large_target_is_the_buffer_itself():
     assert intake.missing_nbytes == 0
 
 
+def test_bytes_in_the_middle_of_a_large_target_are_taken_in_one_step():
+    intake = Intake()
+    target = view(2 * DIRECT_MIN_NBYTES)
+    intake.expect([target])
+    intake.next_buffer()[:3] = b"abc"
+    assert bytes(intake.take_middle(3)) == b"abc"
+    assert intake.missing_nbytes == target.nbytes - 3
+    # Nothing is unread, and one buffer is good for one read.
+    assert intake.take() is None
+    assert intake.take_middle(3) is None
+
+
+def test_the_last_bytes_of_a_target_and_bytes_in_the_inbox_are_not_in_the_middle():
+    intake = Intake()
+    target = view(DIRECT_MIN_NBYTES)
+    intake.expect([target])
+    intake.next_buffer()
+    assert intake.take_middle(DIRECT_MIN_NBYTES) is None
+    intake.received(DIRECT_MIN_NBYTES)
+    assert intake.take().nbytes == DIRECT_MIN_NBYTES
+    intake.expect([view(DIRECT_MIN_NBYTES - 1)])
+    intake.next_buffer()
+    assert intake.take_middle(3) is None
+
+
 def test_a_small_target_is_not():
     intake = Intake()
     target = view(DIRECT_MIN_NBYTES - 1)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import sys
 
 import pytest
 
@@ -11,8 +12,13 @@ from kvproto.connection import Connection
 from kvproto.errors import ConnectionLost, DeadlineExceeded, Overloaded
 from kvproto.handshake import Identity
 from kvproto.header import Kind
-from kvproto.messages import Error, Ping, Started
-from kvproto.tcp_driver import MAX_QUEUED_MESSAGES, RESUME_QUEUED_MESSAGES, TcpDriver
+from kvproto.messages import Error, Ping, Started, Write
+from kvproto.tcp_driver import (
+    MAX_QUEUED_MESSAGES,
+    RESUME_QUEUED_MESSAGES,
+    WAKE_NBYTES,
+    TcpDriver,
+)
 
 DECODE = Identity("decode", "d")
 PREFILL = Identity("prefill", "p")
@@ -88,6 +94,93 @@ def ready(driver, transport, wire):
             wire.feed(remote, data)
         transport.sent.clear()
     return remote
+
+
+@pytest.fixture
+async def landing_driver(transport, wire, memory_landing, geometry):
+    """A driver that takes WRITEs and has done its handshake."""
+    landing = memory_landing(4 * WAKE_NBYTES, pieces=2)
+    identity = Identity("decode", "d", geometry.facts())
+    driver = TcpDriver(identity, is_server=False, landing=landing, keepalive_s=1000.0)
+    driver.connection_made(transport)
+    remote = Connection(Identity("prefill", "p", geometry.facts()), nonce=b"p" * 32, is_server=True)
+    while driver.remote is None:
+        receive(driver, b"".join(remote.data_to_send()))
+        for data in transport.sent:
+            wire.feed(remote, data)
+        transport.sent.clear()
+    yield driver
+    driver.abort(ConnectionLost("the test is over"))
+    driver.connection_lost(None)
+
+
+def wake_nbytes(transport):
+    """What the socket waits for."""
+    return transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+
+def write_frame(wire, geometry, body_nbytes):
+    message = Write("s", 1, "layers.0", 0, 1)
+    return wire.frame(message, [bytes(body_nbytes)], geometry.shape_word(0, 1))
+
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="SO_RCVLOWAT is for Linux")
+
+
+@ON_LINUX
+async def test_the_socket_waits_for_many_bytes_and_never_for_more_than_must_come(
+    landing_driver, transport, wire, geometry
+):
+    body_nbytes = 2 * WAKE_NBYTES + 100_000
+    frame = write_frame(wire, geometry, body_nbytes)
+    head_nbytes = len(frame) - body_nbytes
+    assert wake_nbytes(transport) == 1
+    receive(landing_driver, frame[:head_nbytes])
+    assert wake_nbytes(transport) == WAKE_NBYTES
+    at = head_nbytes + WAKE_NBYTES
+    receive(landing_driver, frame[head_nbytes:at])
+    assert wake_nbytes(transport) == WAKE_NBYTES
+    receive(landing_driver, frame[at : at + WAKE_NBYTES])
+    assert wake_nbytes(transport) == 100_000
+    receive(landing_driver, frame[at + WAKE_NBYTES : -1000])
+    # So little is not worth a system call.
+    assert wake_nbytes(transport) == 1
+    receive(landing_driver, frame[-1000:])
+    assert wake_nbytes(transport) == 1
+    assert isinstance(landing_driver.take(), Write)
+
+
+@ON_LINUX
+async def test_a_small_body_is_not_waited_for(landing_driver, transport, wire, geometry):
+    frame = write_frame(wire, geometry, 10_000)
+    receive(landing_driver, frame[:-1])
+    assert wake_nbytes(transport) == 1
+
+
+@ON_LINUX
+@pytest.mark.parametrize("event", ["keepalive", "close", "fault"])
+async def test_the_socket_waits_for_a_byte_again(landing_driver, transport, wire, geometry, event):
+    frame = write_frame(wire, geometry, 2 * WAKE_NBYTES)
+    receive(landing_driver, frame[:-WAKE_NBYTES])
+    assert wake_nbytes(transport) == WAKE_NBYTES
+    if event == "keepalive":
+        landing_driver._keep_alive(asyncio.get_running_loop().time())
+    elif event == "close":
+        landing_driver.close()
+    else:
+        landing_driver.refuse(Overloaded("enough"))
+    assert wake_nbytes(transport) == 1
+
+
+@ON_LINUX
+async def test_a_socket_that_closes_is_left_alone(
+    landing_driver, transport, wire, geometry, monkeypatch
+):
+    frame = write_frame(wire, geometry, 2 * WAKE_NBYTES)
+    receive(landing_driver, frame[:-WAKE_NBYTES])
+    monkeypatch.setattr(transport, "is_closing", lambda: True)
+    landing_driver._keep_alive(asyncio.get_running_loop().time())
+    assert wake_nbytes(transport) == WAKE_NBYTES
 
 
 async def test_hello_is_sent_at_once(driver, transport):

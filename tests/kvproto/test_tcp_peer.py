@@ -247,8 +247,8 @@ def test_flushed_returns_when_the_last_byte_has_left(run, raw_peer, until):
 
 
 def test_many_senders_together_overfill_the_buffer_by_one_frame_at_most(run, raw_peer, until):
-    geometry = KvGeometry(1, 16, 128, "float32", ("a",))
-    body = memoryview(bytes(geometry.write_nbytes(64)))
+    geometry = KvGeometry.uniform(1, 16, 128, "float32", ("a",))
+    body = memoryview(bytes(geometry.write_nbytes(0, 64)))
     assert body.nbytes == 1 << 20
 
     async def scenario():

@@ -19,7 +19,7 @@ from kvproto.errors import (
     LocalProtocolError,
     PeerError,
 )
-from kvproto.geometry import KvGeometry, PoolLayout, slot_runs
+from kvproto.geometry import KvGeometry, PoolLayout
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
 from kvproto.messages import Abort, AbortAck, Error, Started, Write
@@ -29,7 +29,7 @@ from kvproto.tcp_driver import HIGH_WATER_NBYTES
 SECRET = b"0123456789abcdef"
 DECODE = Identity("decode", "d", secret=SECRET)
 PREFILL = Identity("prefill", "p", secret=SECRET)
-LARGE = KvGeometry(2, 8, 128, "float16", ("layers.0", "layers.1"))
+LARGE = KvGeometry.uniform(2, 8, 128, "float16", ("layers.0", "layers.1"))
 
 
 async def until_the_end(peer):
@@ -151,15 +151,14 @@ def test_kv_lands_byte_for_byte(run, tls):
         )
         peer = await dial(server.port, tls.client)
         writer = TcpWriter(peer, LARGE)
-        half = 800 * LARGE.token_nbytes
+        half = LARGE.write_nbytes(1, 800) // 2
         sent = memoryview(random.Random(5).randbytes(2 * half))
         await writer.write("s", 1, 1, 0, 800, [sent[:half], sent[half:]])
         await writer.flush()
         await peer.send(AbortAck("s", 1))
         await landed.wait()
-        for region in range(2):
-            runs = slot_runs(table, 0, 800, 16)
-            got = b"".join(pool[at : at + size] for at, size in layout.spans(1, region, runs))
+        for region, pieces in enumerate(layout.pieces(1, table, 0, 800)):
+            got = b"".join(pool[at : at + size] for at, size in pieces)
             assert got == sent[region * half :][:half]
         await peer.close()
         await server.close()

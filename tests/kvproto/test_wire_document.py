@@ -14,7 +14,10 @@ from kvproto.frame import (
     decode_frame,
 )
 from kvproto.header import Kind
-from kvproto.messages import FIELDS, MESSAGES, ROLES, SENDERS
+from kvproto.kv_file_head import KvFileHead
+from kvproto.messages import MESSAGES, ROLES, SENDERS
+from kvproto.record import field_infos
+from kvproto.region import RegionHeader
 from kvproto.state import (
     BLOCK_TRANSITIONS,
     CONNECTION_TRANSITIONS,
@@ -22,6 +25,7 @@ from kvproto.state import (
     to_mermaid,
 )
 
+RECORDS = {**MESSAGES, Kind.KV_FILE: KvFileHead, Kind.REGION: RegionHeader}
 TEXT = (Path(__file__).parents[2] / "docs" / "wire.md").read_text("utf-8")
 SECTIONS = {
     match["name"]: match
@@ -39,18 +43,23 @@ def test_every_message_is_described_once_with_its_number():
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_the_table_of_a_message_is_its_fields(kind):
+def test_the_table_of_a_kind_is_its_fields(kind):
     rows = re.findall(r"^\| `(\S+)` \| (.+) \| (\w+) \|$", SECTIONS[kind.name]["text"], re.M)
     assert rows == [
         (info.name, str(info.spec), "required" if info.is_required else "optional")
-        for info in FIELDS[MESSAGES[kind]]
+        for info in field_infos(RECORDS[kind])
     ]
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", MESSAGES)
 def test_the_senders_of_a_message(kind):
     (senders,) = re.findall(r"^Senders: (.*)\.$", SECTIONS[kind.name]["text"], re.M)
     assert senders == ", ".join(role for role in ROLES if role in SENDERS[kind])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in MESSAGES])
+def test_nobody_sends_what_lies_in_files(kind):
+    assert "\nSenders: none; it must be refused on a connection.\n" in SECTIONS[kind.name]["text"]
 
 
 def test_every_error_code_is_listed():

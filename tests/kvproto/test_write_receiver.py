@@ -1,19 +1,17 @@
 """One WRITE at a time: opened, completed or abandoned."""
 
-from array import array
-
 import pytest
 
 from kvproto.errors import LeaseError, Malformed, UnexpectedMessage
 from kvproto.header import HOST_ORDER, ByteOrder, Header, Kind
-from kvproto.messages import Write
+from kvproto.messages import Placed, Write
 from kvproto.write_receiver import WriteReceiver
 
 OTHER_ORDER = next(order for order in ByteOrder if order is not HOST_ORDER)
 
 
 def header_of(geometry, num_tokens: int, order: ByteOrder = HOST_ORDER) -> Header:
-    return Header(Kind.WRITE, 1, 0, geometry.shape_word(num_tokens, layers=1), order)
+    return Header(Kind.WRITE, 1, 0, geometry.shape_word(0, num_tokens), order)
 
 
 def write_of(sequence_id: str = "s", num_tokens: int = 2) -> Write:
@@ -33,29 +31,47 @@ def test_the_body_goes_to_the_landing(geometry, memory_landing):
     assert landing.names() == ["destination", "landed"]
 
 
-def test_a_body_in_the_other_order_is_swapped_after_its_check(geometry, memory_landing):
+def test_pieces_and_order_are_handed_on(geometry, memory_landing):
     landing = memory_landing()
     receiver = WriteReceiver(landing)
     header = header_of(geometry, 2, OTHER_ORDER)
-    numbers = array("f", range(32))
-    swapped = array("f", numbers)
-    swapped.byteswap()
     first, second = receiver.open(header, write_of(), 128, "p")
-    first[:] = swapped.tobytes()[:64]
-    second[:] = swapped.tobytes()[64:]
+    first[:], second[:] = b"a" * 64, b"b" * 64
+    for piece in (first[:10], first[10:], second):
+        receiver.received(piece)
     receiver.complete(header)
-    assert landing.memory[:128] == numbers.tobytes()
+    assert landing.arrived == b"a" * 64 + b"b" * 64
+    assert landing.order is OTHER_ORDER
+
+
+def test_pieces_of_a_refused_body_are_not_handed_on(geometry, memory_landing):
+    landing = memory_landing()
+    receiver = WriteReceiver(landing)
+    for piece in receiver.open(header_of(geometry, 2), write_of("refused"), 128, "p"):
+        receiver.received(piece)
+    assert receiver.complete(header_of(geometry, 2)) is not None
+    assert not landing.arrived
+
+
+def test_placed_is_counted_or_refused(memory_landing):
+    landing = memory_landing()
+    receiver = WriteReceiver(landing)
+    assert receiver.placed(Placed("s", 1, "layers.0", 0, 2), "p") is None
+    assert isinstance(receiver.placed(Placed("refused", 1, "layers.0", 0, 2), "p"), LeaseError)
+    assert landing.names() == ["placed"]
 
 
 def test_without_a_landing(geometry):
     with pytest.raises(UnexpectedMessage, match="no lease"):
         WriteReceiver(None).open(header_of(geometry, 2), write_of(), 128, "p")
+    with pytest.raises(UnexpectedMessage, match="unexpected PLACED"):
+        WriteReceiver(None).placed(Placed("s", 1, "layers.0", 0, 2), "p")
 
 
-@pytest.mark.parametrize("layers", [0, 2])
-def test_a_shape_word_that_does_not_fit(geometry, memory_landing, layers):
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_shape_word_that_does_not_fit_is_no_refusal(geometry, memory_landing, num_tokens):
     landing = memory_landing()
-    header = Header(Kind.WRITE, 1, 0, geometry.shape_word(2, layers=layers))
+    header = header_of(geometry, num_tokens)
     with pytest.raises(Malformed) as excinfo:
         WriteReceiver(landing).open(header, write_of(), 128, "p")
     assert excinfo.value.field == "shape_word"

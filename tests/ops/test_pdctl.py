@@ -10,10 +10,10 @@ from ops.pdctl import main, pdctl
 
 
 def test_verbs() -> None:
-    assert sorted(pdctl.commands) == ["chat", "demo", "model", "start", "status", "up"]
+    assert sorted(pdctl.commands) == ["chat", "demo", "kv", "model", "start", "status", "up"]
 
 
-@pytest.mark.parametrize("verb", ["chat", "demo", "model", "status", "up"])
+@pytest.mark.parametrize("verb", ["chat", "demo", "kv", "model", "status", "up"])
 def test_each_verb_explains_itself(verb: str) -> None:
     result = CliRunner().invoke(pdctl, [verb, "--help"])
     assert result.exit_code == 0
@@ -43,8 +43,8 @@ def test_an_error_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_tools_do_not_load_torch_or_services(program_env: dict[str, str]) -> None:
     code = (
         "import sys, ops.pdctl; "
-        "print([n for n in ('torch', 'transformers', 'kvengine', 'router_svc', 'prefill_svc',"
-        " 'decode_svc') if n in sys.modules])"
+        "print([n for n in ('torch', 'transformers', 'numpy', 'kvengine', 'router_svc',"
+        " 'prefill_svc', 'decode_svc') if n in sys.modules])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

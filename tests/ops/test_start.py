@@ -100,3 +100,10 @@ def test_usage(program_env: dict[str, str], argument: str, code: int) -> None:
     result = pdctl(program_env, argument)
     assert result.returncode == code
     assert "pdctl start prefill|decode|router" in result.stdout + result.stderr
+
+
+def test_a_prefill_worker_copies_past_the_cache_unless_told_otherwise() -> None:
+    name = "GLIBC_TUNABLES"
+    assert "non_temporal" in plan_start("prefill", ["--model", "/m"], {})[1][name]
+    assert plan_start("prefill", ["--model", "/m"], {name: "own"})[1][name] == "own"
+    assert name not in plan_start("decode", ["--model", "/m"], {})[1]

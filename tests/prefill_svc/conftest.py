@@ -12,11 +12,13 @@ import pytest
 from kvengine.engine import Engine
 from kvengine.span import Span
 from kvproto.blocks import BlockPool
+from kvproto.description import describe
 from kvproto.digest import digest_blocks
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
 from kvproto.messages import Abort, AbortAck, Commit, CommitAck, Message, Prefill
 from kvproto.tcp import Peer, connect, serve
+from kvproto.tcp_link import Links
 from prefill_svc.config import PrefillConfig
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
@@ -134,11 +136,14 @@ def start_worker(
             prefiller,
             metrics,
             geometry=engine.facts.geometry,
+            description=describe(engine.facts.geometry, model="tiny", max_model_len=4096),
             config=config,
         )
         facts = engine.facts.facts()
         identity = Identity(role="prefill", instance_id=config.instance_id, facts=facts)
-        listener = await serve("127.0.0.1", 0, identity=identity, handler=server.handle)
+        listener = await serve(
+            "127.0.0.1", 0, identity=identity, handler=Links(server.handle).handle
+        )
         worker = Worker(prefiller, metrics, listener.port, facts, load_engine)
         async with asyncio.TaskGroup() as tasks:
             loop = tasks.create_task(prefiller.run())

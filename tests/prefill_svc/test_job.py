@@ -5,12 +5,11 @@ from typing import Any, cast
 
 import pytest
 
-from kvproto.digest import RegionDigests
 from kvproto.geometry import KvGeometry
 from kvproto.messages import Prefill
 from prefill_svc.job import JOB_TRANSITIONS, Job, JobEvent, JobState
 
-_GEOMETRY = KvGeometry(
+_GEOMETRY = KvGeometry.uniform(
     num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", layer_names=("0", "1")
 )
 
@@ -21,7 +20,7 @@ def _job(released: list[Job], state: JobState = JobState.WAITING) -> Job:
         peer=cast("Any", None),
         arrived_at=0.0,
         expires_at=1.0,
-        digests=RegionDigests(_GEOMETRY),
+        transfer=cast("Any", None),
         on_release=released.append,
         state=state,
     )
@@ -68,14 +67,3 @@ def test_a_job_in_work_is_never_released() -> None:
     job.hold()
     job.drop()
     assert released == []
-
-
-def test_writes_are_counted_by_region() -> None:
-    job = _job([])
-    key, value = memoryview(bytes(range(16))), memoryview(bytes(range(16, 32)))
-    job.count(1, [key[:8], key[8:], value[:8], value[8:]])
-    assert job.nbytes == 32
-    expected = RegionDigests(_GEOMETRY)
-    expected.update(1, 0, key)
-    expected.update(1, 1, value)
-    assert job.digests.values() == expected.values()

@@ -98,9 +98,8 @@ async def test_abort_in_the_middle_is_acknowledged_behind_the_last_write(
         after = bytearray(decode.engine.kv_pool.region)
         for layer in range(layout.geometry.num_layers):
             for region in range(2):
-                start = layout.offset(layer, region, table[0] * layout.block_size)
-                end = start + 3 * layout.geometry.token_nbytes
-                after[start:end] = before[start:end]
+                [(start, nbytes)] = layout.pieces(layer, table, 0, 3)[region]
+                after[start : start + nbytes] = before[start : start + nbytes]
         assert bytes(after) == before
         await worker.assert_nothing_is_left()
 

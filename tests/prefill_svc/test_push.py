@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvproto.digest import RegionDigests
 from kvproto.errors import ConnectionLost, ErrorCode
 from kvproto.messages import Abort, AbortAck, Commit, Prefill
 from prefill_svc.job import Job, JobEvent, JobState
 from prefill_svc.push import Finish, GiveUp, LayerWrite, Pusher
+from prefill_svc.transfer import Transfer
 from tests.prefill_svc.test_job import _GEOMETRY
 
 
@@ -58,23 +59,29 @@ class _Bench:
     def __init__(self) -> None:
         self.peer, self.writer = _Peer(), _Writer()
         self.released: list[Job] = []
+        self.failures: list[tuple[Job, str]] = []
         self.pusher = Pusher(
             cast("Any", self.peer),
-            self.writer,
             max_items=8,
             stall_items=2,
             ack_timeout_s=5.0,
             on_drained=lambda: None,
+            on_failed=lambda job, reason: self.failures.append((job, reason)),
         )
+        request = Prefill("s", 1, tokens=[1, 2], timeout_s=1.0)
         self.job = Job(
-            request=Prefill("s", 1, tokens=[1, 2], timeout_s=1.0),
+            request=request,
             peer=cast("Any", self.peer),
             arrived_at=0.0,
             expires_at=1e9,
-            digests=RegionDigests(_GEOMETRY),
+            transfer=self._transfer(request),
             on_release=self.released.append,
             state=JobState.PUSHING,
         )
+
+    def _transfer(self, request: Prefill) -> Transfer:
+        peer = SimpleNamespace(remote=SimpleNamespace(facts={}), writer=lambda _: self.writer)
+        return Transfer(request, _GEOMETRY, cast("Any", peer))
 
     def layer_write(self) -> LayerWrite:
         piece: Sequence[memoryview] = (memoryview(bytes(8)), memoryview(bytes(8)))

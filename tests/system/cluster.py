@@ -85,6 +85,7 @@ class Cluster:
     router_flags: list[str] = field(default_factory=list)
     processes: dict[str, Process] = field(default_factory=dict)
     admin_ports: dict[str, int] = field(default_factory=dict)
+    listen_ports: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.http_port = free_port()
@@ -98,6 +99,10 @@ class Cluster:
     def url(self) -> str:
         """The router's address."""
         return f"http://127.0.0.1:{self.http_port}"
+
+    def worker_address(self, name: str) -> tuple[str, int]:
+        """Where a worker takes kvproto connections."""
+        return "127.0.0.1", self.listen_ports[name]
 
     def start(self) -> "Cluster":
         """Start everything and wait until the router is ready to serve."""
@@ -182,11 +187,12 @@ class Cluster:
 
     def _plan_worker(self, role: str, name: str) -> None:
         admin_port = self.admin_ports[name] = free_port()
+        listen_port = self.listen_ports[name] = free_port()
         self._plan(
             name,
             f"{role}_svc",
             [
-                *("--listen-port", str(free_port()), "--admin-port", str(admin_port)),
+                *("--listen-port", str(listen_port), "--admin-port", str(admin_port)),
                 *("--router-port", str(self.control_port), "--threads", "1"),
                 *("--kv-pool-nbytes", "256MiB", *self.worker_flags.get(role, [])),
             ],

@@ -114,5 +114,5 @@ async def test_the_system_still_serves(cluster: Cluster) -> None:
             client, cluster.health("router")["model"], list(range(40)), 4
         )
     assert output
-    assert timings["carrier"] == "tcp"
+    assert timings["carrier"] == "mapped"
     await cluster.wait_idle()

@@ -40,6 +40,8 @@ async def test_a_trio_over_tls(
         [(7 * index + length) % EOS_TOKEN_ID for index in range(length)] for length in (5, 200)
     ]
     expected = greedy_reference(tiny_model_dir("llama"), prompts, max_tokens=12)
+    # On one host KV would go through shared memory; here it is to travel encrypted.
+    flags["decode"] = [*flags["decode"], "--kv-carrier", "tcp"]
     cluster = start_cluster(
         tiny_model_dir("llama"), worker_flags=flags, router_flags=flags["router"]
     )
