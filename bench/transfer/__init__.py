@@ -1,0 +1,1 @@
+"""How fast bytes move from one process's memory to another's; run ``python -m bench.transfer``."""
