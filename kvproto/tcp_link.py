@@ -45,7 +45,7 @@ from kvproto.handshake import Identity
 from kvproto.messages import MAX_LANES, AbortAck, Commit, Error, Hello, Message, Write
 from kvproto.tcp import TcpWriter, connect
 from kvproto.tcp_driver import CLOSE_LINGER_S
-from kvproto.tcp_peer import SEND_TIMEOUT_S, Peer
+from kvproto.tcp_peer import SEND_TIMEOUT_S, Peer, messages_until_end
 
 # COMMITs that wait for their WRITEs, and ABORT_ACKs that have not come on every lane. A peer that
 # exceeds it loses the oldest, which then runs into the deadline of its transfer.
@@ -146,16 +146,9 @@ class Link:
             await self._arrived.wait()
         return message
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the link ends cleanly; raises ConnectionLost if it does not."""
-        while True:
-            try:
-                message = await self.receive()
-            except ConnectionLost as exc:
-                if exc.clean:
-                    return
-                raise
-            yield message
+        return messages_until_end(self.receive)
 
     # -- ending --------------------------------------------------------------------------------
 

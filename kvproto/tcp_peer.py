@@ -1,7 +1,7 @@
 """A peer on TCP: send and receive messages once the handshake is done."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final
 
 from kvproto.buffer import Buffer, byte_view
@@ -101,16 +101,9 @@ class Peer:
         if self._driver.error is not None:
             on_end()
 
-    async def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> AsyncIterator[Message]:
         """Messages until the connection ends cleanly; raises ConnectionLost if it does not."""
-        while True:
-            try:
-                message = await self.receive()
-            except ConnectionLost as exc:
-                if exc.clean:
-                    return
-                raise
-            yield message
+        return messages_until_end(self.receive)
 
     async def close(self) -> None:
         """Flush what was sent, then close; takes at most ``CLOSE_LINGER_S``. Idempotent."""
@@ -128,3 +121,15 @@ class Peer:
     def stats(self) -> dict[str, int | bool]:
         """How full the queues are, and what has passed through."""
         return self._driver.stats()
+
+
+async def messages_until_end(receive: Callable[[], Awaitable[Message]]) -> AsyncIterator[Message]:
+    """What ``receive`` gives until it ends cleanly; raises ConnectionLost if it does not."""
+    while True:
+        try:
+            message = await receive()
+        except ConnectionLost as exc:
+            if exc.clean:
+                return
+            raise
+        yield message
