@@ -182,7 +182,6 @@ class Decoder:
         self._metrics.running.set(num_running)
         self._metrics.waiting.set(len(self._sequences) - num_running)
         self._metrics.free_blocks.set(self._blocks.num_free_blocks)
-        self._metrics.quarantined_blocks.set(self._blocks.stats()["quarantined"])
 
     def _reap(self) -> None:
         """Say goodbye to every sequence that is over and that no prefill worker writes to."""

@@ -74,6 +74,7 @@ async def _serve(
         converter=RowConverter(),
         max_quarantined_blocks=config.max_quarantined_blocks or engine.num_blocks // 4,
     )
+    metrics.quarantined_blocks.set_function(lambda: leases.stats()["num_quarantined_blocks"])
     boxes = LetterBoxes()
     quarantine = Quarantine(leases)
     new_generation = partial(next, itertools.count(1))

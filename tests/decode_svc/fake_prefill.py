@@ -21,7 +21,7 @@ from kvproto.messages import (
     Started,
 )
 from kvproto.probe import answer_probe
-from kvproto.tcp import Server, serve
+from kvproto.tcp import Peer, Server, serve
 from kvproto.tcp_link import Link, Links
 
 Behaviour = Callable[["FakePrefill", Link, Prefill], Awaitable[None]]
@@ -35,6 +35,8 @@ class FakePrefill:
     engine: Engine
     behaviour: Behaviour
     acks_aborts: bool = True
+    answers_probes: str = "truly"  # "truly", "not at all", "refuses"
+    takes_lanes: bool = True
     seen: list[Message] = field(default_factory=list)
     server: Server | None = None
     num_connections: int = 0
@@ -48,15 +50,20 @@ class FakePrefill:
     async def start(self) -> None:
         """Listen."""
         identity = Identity(role="prefill", instance_id=self.name, facts=self.engine.facts.facts())
-        self.server = await serve(
-            "127.0.0.1", 0, identity=identity, handler=Links(self._handle).handle
-        )
+        handler = Links(self._handle).handle if self.takes_lanes else self._without_lanes
+        self.server = await serve("127.0.0.1", 0, identity=identity, handler=handler)
 
     async def close(self) -> None:
         """Cut every connection and stop listening."""
         if self.server is not None:
             self.server.abort()
             await self.server.wait_closed()
+
+    async def _without_lanes(self, peer: Peer) -> None:
+        if peer.remote.lane:
+            peer.abort("this fake has one lane")
+        else:
+            await self._handle(Link(peer))
 
     async def _handle(self, peer: Link) -> None:
         self.num_connections += 1
@@ -67,11 +74,18 @@ class FakePrefill:
                 if isinstance(message, Prefill):
                     tasks.create_task(self.behaviour(self, peer, message))
                 elif isinstance(message, Probe):
-                    geometry = self.engine.facts.geometry
-                    writer = peer.writer(geometry)
-                    tasks.create_task(answer_probe(peer, writer, geometry, message))
+                    await self._on_probe(peer, message, tasks)
                 elif isinstance(message, Abort) and self.acks_aborts:
                     await peer.send(AbortAck(message.sequence_id, message.generation))
+
+    async def _on_probe(self, peer: Link, probe: Probe, tasks: asyncio.TaskGroup) -> None:
+        key = (probe.sequence_id, probe.generation)
+        if self.answers_probes == "truly":
+            geometry = self.engine.facts.geometry
+            tasks.create_task(answer_probe(peer, peer.writer(geometry), geometry, probe))
+        elif self.answers_probes == "refuses":
+            await peer.send(Abort(*key, code=ErrorCode.OVERLOADED, message="no probes here"))
+            await peer.send(AbortAck(*key))
 
     def count(self, kind: type[Message]) -> int:
         """How many messages of a kind came."""

@@ -293,3 +293,55 @@ async def test_several_lanes_are_kept_if_they_are_worth_it(
         await worker.generate("t", _PROMPT, [fake.address])
         assert (await worker.outcomes(1))["t"].tokens == expected
         await worker.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"answers_probes": "refuses"},
+        {"answers_probes": "not at all"},
+        {"answers_probes": "not at all", "acks_aborts": False},
+    ],
+)
+async def test_a_worker_whose_path_is_not_proven_is_left_for_the_next_one(
+    load_engine: Any,
+    start_worker: Any,
+    fake_worker: Any,
+    expected: list[int],
+    options: dict[str, Any],
+) -> None:
+    bad = await fake_worker("bad", fake_prefill.good, **options)
+    good = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine(), connect_timeout_s=0.5) as worker:
+        await worker.generate("s", _PROMPT, [bad.address, good.address])
+        assert (await worker.outcomes(1))["s"].tokens == expected
+        assert bad.count(Prefill) == 0
+        assert list(worker.peers.stats()) == ["good"]
+        await worker.assert_nothing_is_left()
+
+
+async def test_without_several_lanes_the_one_serves(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int]
+) -> None:
+    fake = await fake_worker("narrow", fake_prefill.good, takes_lanes=False)
+    async with start_worker(load_engine(), max_lanes=3, connect_timeout_s=1.0) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        assert (await worker.outcomes(1))["s"].tokens == expected
+        [path] = worker.peers.stats().values()
+        assert path["num_lanes"] == 1
+        await worker.assert_nothing_is_left()
+
+
+async def test_a_path_is_used_unmeasured_where_no_block_is_free_for_it(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int]
+) -> None:
+    fake = await fake_worker("good", fake_prefill.good)
+    async with start_worker(load_engine()) as worker:
+        held = worker.blocks.allocate("held", worker.blocks.num_blocks - 7)
+        await worker.generate("s", _PROMPT, [fake.address])
+        assert (await worker.outcomes(1))["s"].tokens == expected
+        [path] = worker.peers.stats().values()
+        assert path["carrier"] == "tcp"
+        assert path["bandwidth_bytes_per_s"] is None
+        worker.blocks.free(held, "held")
+        await worker.assert_nothing_is_left()

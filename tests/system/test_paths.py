@@ -95,6 +95,7 @@ async def test_a_stopped_writer_keeps_its_blocks_in_quarantine_until_it_ends(
         # Nobody may have these blocks: the process could go on writing at any moment.
         held = cluster.health("decode-0")["leases"]["num_quarantined_blocks"]
         assert held == -(-(len(_LONG_PROMPT) - 1) // 16)
+        assert cluster.metrics("decode-0")["pd_decode_quarantined_blocks"] == held
         prefill.kill()
         while cluster.health("decode-0")["leases"]["num_quarantined_blocks"]:
             await asyncio.sleep(0.05)
