@@ -46,6 +46,8 @@ def plan_steps(
         Step("model fetch", (str(bin_folder / "pdctl"), "model", "fetch")),
         # Ours first: a -m given by the person comes later and wins.
         Step("pytest", (python, "-m", "pytest", *selection, *pytest_arguments)),
+        # Whole, whatever pytest was told. It says itself if this machine cannot have the rig.
+        Step("rdma rig", (python, "-m", "tests.rdma")),
     ]
 
 

@@ -9,7 +9,6 @@ from hypothesis import settings
 
 from ops.model_cache import default_model_dir as cached_model_dir
 from tests.no_pickle import GUARD
-from tests.tiny_models import make_tiny_model
 
 # Before any test module is loaded. ``test_no_pickle`` also reads what was loaded before.
 GUARD.install()
@@ -39,6 +38,9 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
     def get(family: str) -> Path:
         if family not in made:
+            # Here, since it loads torch: most tests need none, and there are slow machines.
+            from tests.tiny_models import make_tiny_model
+
             made[family] = make_tiny_model(family, tmp_path_factory.mktemp("models") / family)
         return made[family]
 

@@ -9,16 +9,21 @@ BIN = Path("/venv/bin")
 def test_all_checks_in_order_with_the_model_before_the_tests() -> None:
     steps = plan_steps(BIN, ["-k", "name"], {})
     assert [step.name for step in steps] == [
-        *("ruff check", "ruff format", "mypy", "lint-imports", "model fetch", "pytest")
+        *("ruff check", "ruff format", "mypy", "lint-imports", "model fetch", "pytest", "rdma rig")
     ]
-    assert steps[-1].command == (
+    assert steps[-2].command == (
         *("/venv/bin/python", "-m", "pytest", "-m", "not long", "-k", "name"),
     )
 
 
 def test_long_mode_selects_nothing_away() -> None:
-    assert "not long" not in plan_steps(BIN, [], {"PD_LONG_TESTS": "1"})[-1].command
-    assert "not long" in plan_steps(BIN, [], {"PD_LONG_TESTS": "0"})[-1].command
+    assert "not long" not in plan_steps(BIN, [], {"PD_LONG_TESTS": "1"})[-2].command
+    assert "not long" in plan_steps(BIN, [], {"PD_LONG_TESTS": "0"})[-2].command
+
+
+def test_the_rig_runs_all_rdma_tests_whatever_pytest_is_told() -> None:
+    (step,) = [step for step in plan_steps(BIN, ["-k", "name"], {}) if step.name == "rdma rig"]
+    assert step.command == ("/venv/bin/python", "-m", "tests.rdma")
 
 
 def test_all_steps_run_after_a_failure(tmp_path: Path) -> None:
