@@ -68,9 +68,10 @@ class DecodeConfig(WorkerConfig):
         "(int8 has one scale per token and head) and the error is in /metrics.",
         default="pool",
     )
-    kv_carrier: Literal["auto", "mapped", "tcp"] = option(
-        "How KV arrives: auto takes mapped memory from prefill workers that prove to be on this "
-        "host and TCP from others; mapped refuses those others.",
+    kv_carrier: Literal["auto", "rdma", "mapped", "tcp"] = option(
+        "How KV arrives: auto takes RDMA where it is proven and not slower than TCP, else mapped "
+        "memory from prefill workers that prove to be on this host, else TCP; rdma and mapped "
+        "refuse workers that cannot.",
         default="auto",
     )
     max_lanes: int = option(

@@ -10,6 +10,7 @@ the connection, after which no byte can arrive.
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,9 @@ import structlog
 from decode_svc.errors import FetchCancelled, FetchFailed
 from decode_svc.letter_box import Cancelled, LetterBox, LetterBoxes, Lost
 from decode_svc.metrics import DecodeMetrics
-from decode_svc.path import TCP, Path
 from decode_svc.prefill_peers import PrefillLink, PrefillPeers
 from decode_svc.quarantine import Quarantine
+from decode_svc.sender_paths import SenderPaths
 from kvproto.blocks import BlockPool
 from kvproto.errors import ErrorCode, KvProtoError
 from kvproto.lease import LeaseTable, Part
@@ -97,6 +98,7 @@ class Handoff:
 class Fetcher:
     """Runs handoffs over the shared connections.
 
+    ``senders``: the paths from clients that bring their KV.
     ``wire_dtype``: in which KV travels, if not as the pool holds it.
     """
 
@@ -109,12 +111,14 @@ class Fetcher:
         quarantine: Quarantine,
         metrics: DecodeMetrics,
         *,
+        senders: SenderPaths,
         new_generation: Callable[[], int],
         wire_dtype: str = "",
         stall_timeout_s: float,
         abort_timeout_s: float,
     ) -> None:
         self._peers = peers
+        self._senders = senders
         self._boxes = boxes
         self._leases = leases
         self._blocks = blocks
@@ -138,10 +142,16 @@ class Fetcher:
         sources: Sequence[PrefillWorker | Hello] = (
             handoff.workers if handoff.sender is None else [handoff.sender.remote]
         )
-        for source in sources:
+        # Each once more if its carrier broke, whichever of our handoffs found that: the new
+        # connection finds the next best one.
+        left = deque(sources)
+        asked_again: set[str] = set()
+        while left:
+            source = left.popleft()
             if handoff.is_cancelled:
                 raise FetchCancelled
             writer = source.instance_id
+            link: PrefillLink | None = None
             try:
                 link = await self._link(handoff, source)
                 if handoff.is_cancelled:
@@ -156,6 +166,10 @@ class Fetcher:
                     reason=str(exc),
                 )
                 reasons.append(f"{writer}: {exc}")
+                is_carrier_lost = link is not None and link.is_carrier_lost
+                if is_carrier_lost and writer not in asked_again:
+                    asked_again.add(writer)
+                    left.appendleft(source)
                 if exc.code in _FINAL_CODES:
                     code = exc.code
                     break
@@ -168,19 +182,22 @@ class Fetcher:
         if isinstance(source, PrefillWorker):
             return await self._peers.get(source)
         assert handoff.sender is not None, "a HELLO is that of the sender"
-        return PrefillLink(handoff.sender, Path(TCP))
+        return PrefillLink(handoff.sender, await self._senders.get(handoff.sender))
 
     async def _attempt(self, handoff: Handoff, link: PrefillLink, writer: str) -> Fetched:
         peer, path = link.peer, link.path
         sequence_id, generation = handoff.sequence_id, self._new_generation()
         began_at = time.monotonic()
-        is_placed = path.attachment is not None
+        attachment, keys = path.attachment, list[int]()
+        is_placed = attachment is not None
         part = Part(generation, writer, wire=self._wire, is_placed=is_placed)
         self._leases.grant_parts(sequence_id, [part], handoff.block_table, len(handoff.tokens))
         handoff.box = box = self._boxes.open(peer, sequence_id, generation)
         has_proof = False
         code, reason = int(ErrorCode.CANCELLED), "no longer wanted"
         try:
+            if attachment is not None:
+                keys = await attachment.open_keys()
             await peer.send(
                 Prefill(
                     sequence_id,
@@ -191,6 +208,7 @@ class Fetcher:
                     block_table=handoff.block_table if is_placed else [],
                     dtype=self._wire_dtype,
                     heartbeat_s=self._stall_timeout_s / 3,
+                    keys=keys,
                 )
             )
             commit = await self._await_commit(handoff, box, generation)
@@ -213,6 +231,11 @@ class Fetcher:
                 if not has_proof:
                     abort = Abort(sequence_id, generation, code=code, message=reason)
                     has_proof = await self._quiesce(link, box, abort)
+                if attachment is not None:
+                    attachment.close_keys(keys)
+                    if code == ErrorCode.CARRIER_LOST:
+                        link.is_carrier_lost = True
+                        await self._leave_carrier(handoff, peer, reason)
                 if not self._leases.quiesced(generation):
                     # A WRITE after ABORT_ACK: that promise is worth nothing, the end is.
                     peer.abort("a WRITE follows its ABORT_ACK")
@@ -275,6 +298,15 @@ class Fetcher:
                 case Cancelled():
                     raise FetchCancelled
 
+    async def _leave_carrier(self, handoff: Handoff, peer: Link, reason: str) -> None:
+        """What it carries the next time will come by another one."""
+        if handoff.sender is not None:
+            # Its connection carries more than this KV, and is kept.
+            self._senders.demote(peer, reason)
+            return
+        peer.abort(reason)
+        await peer.wait_closed()
+
     def _take_back(
         self, handoff: Handoff, generation: int, link: PrefillLink, *, has_proof: bool
     ) -> None:
@@ -311,7 +343,8 @@ class Fetcher:
             await peer.wait_closed()
         if attachment is None:
             return True
-        # A cut line does not keep anybody from writing to memory it has mapped.
+        # A cut line does not keep anybody from writing to memory it has mapped; RDMA is cut here.
+        attachment.cut()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._abort_timeout_s):
                 await attachment.wait_gone()

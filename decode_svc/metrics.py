@@ -38,6 +38,9 @@ class DecodeMetrics:
             "Measured bandwidth of the path from a prefill worker, when it was chosen.",
             ["writer", "carrier"],
         )
+        self.path_fallbacks = make.counter(
+            "path_fallbacks", "Paths for which a better carrier was tried in vain.", ["carrier"]
+        )
         self.quarantined_blocks = make.gauge(
             "quarantined_blocks", "KV blocks whose writer has not proven that it has ended."
         )

@@ -1,12 +1,13 @@
 """The path of KV from one prefill worker: which carrier, proven and measured before it is used.
 
 Carriers are tried best first; one that cannot be used says why and the next is tried, TCP last.
-What was chosen and how fast it is stands in the log, in /metrics and in the health answer.
+RDMA is compared with TCP: devices that are made of software lose. What was chosen, how fast it is
+and why nothing better stands in the log, in /metrics and in the health answer.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -14,29 +15,37 @@ from decode_svc.letter_box import LetterBoxes
 from decode_svc.metrics import DecodeMetrics
 from decode_svc.quarantine import Quarantine
 from kvproto.blocks import BlockPool
+from kvproto.carrier import Attachment, CarrierHost
 from kvproto.errors import CarrierUnavailable, HandshakeRefused, PoolExhausted
 from kvproto.geometry import PoolLayout
 from kvproto.lease import LeaseTable
-from kvproto.mapped_host import Attachment, MappedHost
 from kvproto.messages import Attached
 from kvproto.probe import NextLetter, PathReport, ProbeFailed, measure
-from kvproto.region import CARRIER as MAPPED
+from kvproto.rdma.host import CARRIER as RDMA
 from kvproto.tcp_link import Link
 
 TCP = "tcp"
+# RDMA frees the CPU, so TCP must be clearly faster to be preferred.
+_TCP_MIN_GAIN = 1.2
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
     """How KV comes from one prefill worker.
 
-    ``attachment`` is set for mapped memory. ``report`` is None where no block was free to measure
-    with.
+    ``attachment`` is set for a carrier that writes into our memory. ``report`` is None where no
+    block was free to measure with. ``passed_over`` says of better carriers why they are not used.
     """
 
     carrier: str
     attachment: Attachment | None = None
     report: PathReport | None = None
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+
+    def let_go(self) -> None:
+        """Not used any more: end the writer's hold on our memory, if that can be."""
+        if self.attachment is not None:
+            self.attachment.cut()
 
     @property
     def bandwidth(self) -> float:
@@ -50,6 +59,7 @@ class Path:
             "carrier": self.carrier,
             "bandwidth_bytes_per_s": None if report is None else round(report.bandwidth),
             "fixed_s": None if report is None else report.fixed_s,
+            "passed_over": dict(self.passed_over),
         }
 
 
@@ -57,8 +67,8 @@ class PathChooser:
     """Chooses a path once for each connection.
 
     Args:
-        host: offers our memory to workers on this host; None where that is off or impossible.
-        is_mapped_only: refuse a worker that cannot attach.
+        hosts: what offers our memory to workers, best first.
+        only: refuse a worker that cannot use this carrier; "" takes any.
         new_generation: makes the generations of probes.
         min_bandwidth: bytes/s; a slower path is refused. 0 accepts any.
         timeout_s: for each step of attaching and probing.
@@ -73,8 +83,8 @@ class PathChooser:
         quarantine: Quarantine,
         metrics: DecodeMetrics,
         *,
-        host: MappedHost | None,
-        is_mapped_only: bool,
+        hosts: Sequence[CarrierHost],
+        only: str,
         new_generation: Callable[[], int],
         min_bandwidth: float,
         timeout_s: float,
@@ -85,8 +95,8 @@ class PathChooser:
         self._boxes = boxes
         self._quarantine = quarantine
         self._metrics = metrics
-        self._host = host
-        self._is_mapped_only = is_mapped_only
+        self._hosts = tuple(hosts)
+        self._only = only
         self._new_generation = new_generation
         self._min_bandwidth = min_bandwidth
         self._timeout_s = timeout_s
@@ -95,37 +105,80 @@ class PathChooser:
     async def choose(self, peer: Link, *, is_tcp_only: bool = False) -> Path:
         """The best path that works. Its ATTACHED and letters must be routed meanwhile.
 
-        Raises CarrierUnavailable if ``is_mapped_only`` and it is not, ProbeFailed if not even TCP
-        works, and what ``Link.send`` raises.
+        Raises CarrierUnavailable if there is an ``only`` and it is not that, ProbeFailed if not
+        even TCP works, and what ``Link.send`` raises.
         """
-        attachment = None if is_tcp_only else await self._attach(peer)
-        if attachment is not None:
+        passed_over: dict[str, str] = {}
+        tcp: Path | None = None
+        for host in () if is_tcp_only else self._hosts:
+            if host.carrier not in peer.remote.carriers:
+                continue
             try:
-                return await self._measured(peer, MAPPED, attachment)
-            except ProbeFailed as exc:
-                if exc.generation:
-                    self._quarantine.keep(exc.generation, attachment)
-                self._log.warning("mapped memory is not used", peer=peer.name, reason=str(exc))
-        if self._is_mapped_only:
-            raise CarrierUnavailable(
-                f"{peer.name} does not reach this worker's memory and kv_carrier is mapped; run it "
-                "on this host as the same user with the same mapped_dir, or set kv_carrier to auto"
+                path = await self._proven(peer, host)
+            except (CarrierUnavailable, ProbeFailed) as exc:
+                self._pass_over(peer, host.carrier, str(exc), passed_over)
+                continue
+            if host.carrier != RDMA or self._only:
+                return replace(path, passed_over=passed_over)
+            if path.report is None:
+                # Two active ports may still not reach each other.
+                path.let_go()
+                self._pass_over(peer, RDMA, "no block was free to prove it with", passed_over)
+                continue
+            try:
+                tcp = await self._measured(peer, TCP, None)
+            except BaseException:
+                path.let_go()
+                raise
+            # 0 means that the probe was too short to tell.
+            if not path.bandwidth or tcp.bandwidth <= _TCP_MIN_GAIN * path.bandwidth:
+                self._log.info(
+                    "RDMA compared with TCP",
+                    peer=peer.name,
+                    rdma_megabytes_per_s=round(path.bandwidth / 1e6),
+                    tcp_megabytes_per_s=round(tcp.bandwidth / 1e6),
+                )
+                return replace(path, passed_over=passed_over)
+            path.let_go()
+            reason = (
+                f"it carries {path.bandwidth / 1e6:.0f} MB/s, TCP {tcp.bandwidth / 1e6:.0f} MB/s; "
+                "kv_carrier rdma would use it all the same"
             )
-        return await self._measured(peer, TCP, None)
+            self._pass_over(peer, RDMA, reason, passed_over)
+        if self._only:
+            raise CarrierUnavailable(
+                f"{peer.name} does not reach this worker's memory by {self._only} and kv_carrier "
+                f"is {self._only} ({passed_over.get(self._only, 'it does not offer that')}); "
+                "correct that, or set kv_carrier to auto"
+            )
+        path = tcp or await self._measured(peer, TCP, None)
+        return replace(path, passed_over=passed_over)
 
     def attached(self, peer: Link, message: Attached) -> None:
         """ATTACHED came from ``peer``."""
-        if self._host is not None:
-            self._host.attached(peer.control, message)
+        for host in self._hosts:
+            host.attached(peer.control, message)
 
-    async def _attach(self, peer: Link) -> Attachment | None:
-        if self._host is None or MAPPED not in peer.remote.carriers:
-            return None
+    def _pass_over(
+        self, peer: Link, carrier: str, reason: str, passed_over: dict[str, str]
+    ) -> None:
+        passed_over[carrier] = reason
+        self._metrics.path_fallbacks.labels(carrier=carrier).inc()
+        self._log.warning("carrier is not used", peer=peer.name, carrier=carrier, reason=reason)
+
+    async def _proven(self, peer: Link, host: CarrierHost) -> Path:
+        """The path by one carrier. CarrierUnavailable, ProbeFailed: nothing is left of it."""
+        attachment = await host.attach(peer.control, timeout_s=self._timeout_s)
         try:
-            return await self._host.attach(peer.control, timeout_s=self._timeout_s)
-        except CarrierUnavailable as exc:
-            self._log.info("mapped memory is not used", peer=peer.name, reason=str(exc))
-            return None
+            return await self._measured(peer, host.carrier, attachment)
+        except ProbeFailed as exc:
+            attachment.cut()
+            if exc.generation:
+                self._quarantine.keep(exc.generation, attachment)
+            raise
+        except BaseException:
+            attachment.cut()
+            raise
 
     async def _measured(self, peer: Link, carrier: str, attachment: Attachment | None) -> Path:
         @contextlib.asynccontextmanager
@@ -143,7 +196,7 @@ class PathChooser:
                 self._blocks,
                 self._layout,
                 carrier=carrier,
-                is_placed=attachment is not None,
+                attachment=attachment,
                 sequence_id=f"probe-{peer.remote.instance_id}"[:64],
                 new_generation=self._new_generation,
                 open_letters=open_letters,
@@ -159,7 +212,8 @@ class PathChooser:
         return Path(carrier, attachment, report)
 
     def forget(self, peer: Link, path: Path) -> None:
-        """The connection has ended: its figure is of no use any more."""
+        """The connection has ended: its figure is of no use any more, nor is its hold."""
+        path.let_go()
         if path.report is not None:
             self._metrics.path_bandwidth.remove(peer.remote.instance_id, path.carrier)
 

@@ -9,7 +9,7 @@ than the router named has been restarted meanwhile and is refused: the router wi
 import asyncio
 import ssl
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
@@ -36,12 +36,16 @@ class _Door:
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PrefillLink:
-    """The connection to one prefill worker, and the way its KV comes back."""
+    """The connection to one prefill worker, and the way its KV comes back.
+
+    ``is_carrier_lost``: the connection was ended because that way broke; a new one finds another.
+    """
 
     peer: Link
     path: Path
+    is_carrier_lost: bool = False
 
 
 class PrefillPeers:
@@ -95,7 +99,10 @@ class PrefillPeers:
         async with door.lock:
             link = self._links.get(worker.instance_id)
             if link is not None:
-                return link
+                if not link.peer.is_closed:
+                    return link
+                # Its reader has not noticed yet, and must not take the new link for it.
+                self._forget(worker.instance_id, link)
             if door.failed_at > asked_at:
                 # The one before us tried while we waited: do not spend the time-out once more.
                 raise ConnectionLost(door.failure)
@@ -126,10 +133,13 @@ class PrefillPeers:
         try:
             self._paths.accept(link.peer, link.path)
         except KvProtoError as exc:
+            link.path.let_go()
             link.peer.abort(str(exc))
             raise
         if link.peer in self._being_read:
             self._links[worker.instance_id] = link
+        else:
+            link.path.let_go()
         return link
 
     async def _widened(self, worker: PrefillWorker, narrow: PrefillLink) -> PrefillLink:
@@ -141,6 +151,8 @@ class PrefillPeers:
             return narrow
         is_worth_it = wide.path.bandwidth > _LANES_MIN_GAIN * narrow.path.bandwidth
         better, worse = (wide, narrow) if is_worth_it else (narrow, wide)
+        # Other carriers were tried for the first one alone.
+        better.path = replace(better.path, passed_over=narrow.path.passed_over)
         await worse.peer.close()
         return better
 
@@ -175,6 +187,11 @@ class PrefillPeers:
             raise
         return PrefillLink(peer, path)
 
+    def _forget(self, instance_id: str, link: PrefillLink) -> None:
+        """The link is dead."""
+        del self._links[instance_id]
+        self._paths.forget(link.peer, link.path)
+
     async def _read(self, instance_id: str, peer: Link) -> None:
         reason = "the prefill worker closed the connection"
         try:
@@ -190,7 +207,6 @@ class PrefillPeers:
             self._being_read.discard(peer)
             link = self._links.get(instance_id)
             if link is not None and link.peer is peer:
-                del self._links[instance_id]
-                self._paths.forget(link.peer, link.path)
+                self._forget(instance_id, link)
                 self._log.warning("prefill worker lost", peer=peer.name, reason=reason)
             self._boxes.lose(peer, reason)

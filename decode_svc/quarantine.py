@@ -1,16 +1,17 @@
 """Leases whose writer gave no proof that it has ended: their blocks wait here, not in the pool.
 
-On TCP the end of the connection is proof. A writer that has mapped our memory can write until it
-detaches or dies, and one that was stopped does neither for as long as it likes. Such blocks stay
-out of use; above a budget ``LeaseTable`` grants nothing more, which the health answer shows.
+On TCP the end of the connection is proof, and a writer by RDMA is cut off by this side. A writer
+that has mapped our memory can write until it detaches or dies, and one that was stopped does
+neither for as long as it likes. Such blocks stay out of use; above a budget ``LeaseTable`` grants
+nothing more, which the health answer shows.
 """
 
 import asyncio
 
 import structlog
 
+from kvproto.carrier import Attachment
 from kvproto.lease import LeaseTable
-from kvproto.mapped_host import Attachment
 
 
 class Quarantine:
@@ -30,7 +31,11 @@ class Quarantine:
             self._tasks = None
 
     def keep(self, generation: int, attachment: Attachment) -> None:
-        """The lease is revoked; release it once ``attachment`` is gone."""
+        """The lease is revoked; release it once ``attachment`` is gone, which may be now."""
+        attachment.cut()
+        if attachment.is_gone:
+            self._leases.release(generation)
+            return
         num_blocks = len(self._leases.revoke(generation))
         self._log.error(
             "blocks in quarantine: the prefill worker neither confirms nor detaches",

@@ -13,16 +13,19 @@ from decode_svc.errors import SequenceRefused
 from decode_svc.letter_box import LetterBoxes
 from decode_svc.metrics import DecodeMetrics
 from decode_svc.outbox import Outbox
+from decode_svc.sender_paths import SenderPaths
 from kvproto.errors import ConnectionLost, ErrorCode
 from kvproto.messages import (
     Abort,
     AbortAck,
+    Attached,
     Describe,
     Description,
     Error,
     Finished,
     Generate,
     Message,
+    Placed,
     Write,
 )
 from kvproto.tcp_link import Link
@@ -35,12 +38,14 @@ class DecodeServer:
         self,
         decoder: Decoder,
         boxes: LetterBoxes,
+        senders: SenderPaths,
         metrics: DecodeMetrics,
         *,
         description: Description,
     ) -> None:
         self._decoder = decoder
         self._boxes = boxes
+        self._senders = senders
         self._metrics = metrics
         self._description = description
         self._outboxes: set[Outbox] = set()
@@ -50,6 +55,7 @@ class DecodeServer:
         """Serve ``peer`` until the connection ends; its sequences end with it."""
         outbox = Outbox(peer)
         self._outboxes.add(outbox)
+        self._senders.add(peer)
         self._log.info("router connected", peer=peer.name)
         sending = asyncio.create_task(outbox.run(), name=f"send {peer.name}")
         try:
@@ -58,6 +64,7 @@ class DecodeServer:
         except ConnectionLost as exc:
             self._log.warning("router lost", peer=peer.name, reason=exc.reason)
         finally:
+            self._senders.remove(peer)
             self._boxes.lose(peer, "the client closed the connection")
             self._decoder.drop_owner(outbox)
             self._outboxes.discard(outbox)
@@ -80,8 +87,10 @@ class DecodeServer:
                 self._on_generate(outbox, message)
             case Describe():
                 outbox.put(self._description)
-            case Write():
+            case Write() | Placed():
                 pass  # its bytes have landed already
+            case Attached():
+                self._senders.attached(outbox.peer, message)
             case Abort(generation=0):
                 self._decoder.cancel(message.sequence_id, outbox)
                 # FINISHED follows between two steps, if there was something to end.

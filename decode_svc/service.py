@@ -14,6 +14,8 @@ from decode_svc.metrics import DecodeMetrics
 from decode_svc.path import TCP, PathChooser
 from decode_svc.prefill_peers import PrefillPeers
 from decode_svc.quarantine import Quarantine
+from decode_svc.rdma_pool import RdmaPool
+from decode_svc.sender_paths import SenderPaths
 from decode_svc.server import DecodeServer
 from decode_svc.shared_pool import SharedPool
 from kvengine.engine import Engine
@@ -27,6 +29,8 @@ from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
 from kvproto.mapped_host import MappedHost
 from kvproto.messages import Register
+from kvproto.rdma.host import CARRIER as RDMA
+from kvproto.rdma.host import RdmaHost
 from kvproto.region import CARRIER as MAPPED
 from kvproto.tcp import Server
 from kvproto.tcp import serve as serve_tcp
@@ -43,12 +47,16 @@ async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
     Raises ServiceError, checked in this order: TLS files, model, listening port, admin port.
     """
     tls = load_tls(config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
-    pool = SharedPool(config)
+    shared, rdma = SharedPool(config), RdmaPool(config)
     try:
-        engine = await asyncio.to_thread(_load_engine, config, pool)
-        await _serve(config, lifecycle, tls, engine, await pool.start())
+        engine = await asyncio.to_thread(_load_engine, config, shared)
+        kv_pool = engine.kv_pool
+        offered = (rdma.start(kv_pool.layout, kv_pool.region), await shared.start())
+        hosts = [host for host in offered if host is not None]
+        await _serve(config, lifecycle, tls, engine, hosts)
     finally:
-        await pool.close()
+        rdma.close()
+        await shared.close()
 
 
 async def _serve(
@@ -56,7 +64,7 @@ async def _serve(
     lifecycle: Lifecycle,
     tls: TlsContexts,
     engine: Engine,
-    host: MappedHost | None,
+    hosts: list[RdmaHost | MappedHost],
 ) -> None:
     metrics = DecodeMetrics()
     identity = Identity(
@@ -64,7 +72,7 @@ async def _serve(
         instance_id=config.instance_id,
         facts=engine.facts.facts(),
         secret=config.secret,
-        carriers=(TCP,) if host is None else (MAPPED, TCP),
+        carriers=(*(host.carrier for host in hosts), TCP),
     )
     blocks = BlockPool(engine.num_blocks)
     leases = LeaseTable(
@@ -85,8 +93,8 @@ async def _serve(
         boxes,
         quarantine,
         metrics,
-        host=host,
-        is_mapped_only=config.kv_carrier == MAPPED,
+        hosts=hosts,
+        only=config.kv_carrier if config.kv_carrier in (RDMA, MAPPED) else "",
         new_generation=new_generation,
         min_bandwidth=config.min_handoff_bandwidth,
         timeout_s=config.connect_timeout_s,
@@ -100,6 +108,7 @@ async def _serve(
         max_lanes=config.max_lanes,
         tls=tls.client,
     )
+    senders = SenderPaths(hosts, metrics, timeout_s=config.connect_timeout_s)
     fetcher = Fetcher(
         peers,
         boxes,
@@ -107,6 +116,7 @@ async def _serve(
         blocks,
         quarantine,
         metrics,
+        senders=senders,
         new_generation=new_generation,
         wire_dtype="" if config.kv_wire_dtype == POOL_DTYPE else config.kv_wire_dtype,
         stall_timeout_s=config.stall_timeout_s,
@@ -116,7 +126,7 @@ async def _serve(
     description = describe(
         engine.facts.geometry, model=engine.facts.name, max_model_len=engine.facts.max_model_len
     )
-    server = DecodeServer(decoder, boxes, metrics, description=description)
+    server = DecodeServer(decoder, boxes, senders, metrics, description=description)
     listener = await _listen(config, identity, server, leases, tls)
     admin = AdminServer(
         "127.0.0.1",
@@ -128,8 +138,9 @@ async def _serve(
             "has_row_copies": engine.has_row_copies,
             "leases": leases.stats(),
             "is_over_quarantine_budget": leases.is_over_budget,
-            "mapped_memory": None if host is None else host.stats(),
+            "carriers": {host.carrier: host.stats() for host in hosts},
             "routers": server.stats(),
+            "clients": senders.stats(),
             "prefill_workers": peers.stats(),
         },
     )

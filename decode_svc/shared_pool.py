@@ -3,7 +3,6 @@
 import structlog
 
 from decode_svc.config import POOL_DTYPE, DecodeConfig
-from decode_svc.path import TCP
 from kvengine.memory import available_nbytes
 from kvproto.errors import CarrierUnavailable
 from kvproto.geometry import PoolLayout
@@ -27,7 +26,7 @@ class SharedPool:
         config = self._config
         # Converted KV passes through a buffer of its own, which nobody else may write.
         return (
-            config.kv_carrier != TCP
+            config.kv_carrier in ("auto", MAPPED)
             and config.kv_wire_dtype == POOL_DTYPE
             and not unavailable_reason()
         )
@@ -51,7 +50,7 @@ class SharedPool:
                 return self._host
         if self._config.kv_carrier == MAPPED:
             raise ServiceError(f"kv_carrier is mapped, but {reason}.")
-        if self._config.kv_carrier != TCP:
+        if self._config.kv_carrier == "auto":
             structlog.get_logger("decode").info("no mapped memory", reason=reason)
         return None
 

@@ -8,12 +8,12 @@ Source: docs/wire.md section 6.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvproto.digest import RegionDigests
 from kvproto.geometry import KvGeometry, Region
 from kvproto.header import ByteOrder
-from kvproto.messages import Placed, Write
+from kvproto.messages import Attached, Placed, Write
 
 
 class Landing(Protocol):
@@ -90,3 +90,88 @@ class KvWriter(Protocol):
 
     async def flush(self) -> None:
         """Return once no buffer given to ``write`` is read any more. Raises ConnectionLost."""
+
+
+class PlacingWriter(KvWriter, Protocol):
+    """A writer that puts the bytes into the receiver's memory itself, and then says PLACED."""
+
+    def begin(
+        self,
+        sequence_id: str,
+        generation: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        *,
+        keys: Sequence[int] = (),
+        is_checked: bool = True,
+    ) -> None:
+        """PREFILL or PROBE came: these are its blocks, for tokens ``0 .. num_tokens - 1``.
+
+        ``keys``: of the message, for a carrier that has keys. ``is_checked``: COMMIT will have
+        digests, so the receiver is to digest meanwhile.
+
+        LeaseError, in this order: the transfer exists; no tokens, or too few blocks for them; a
+        block that the pool does not have, or one twice.
+        """
+
+    def end(self, sequence_id: str, generation: int) -> None:
+        """The transfer was committed or aborted: nothing more of it is written. Idempotent.
+
+        What is under way may go on; once ``flush`` has returned it has ended.
+        """
+
+    async def close(self) -> None:
+        """End every transfer and let go of the receiver's memory. Idempotent."""
+
+
+class Attachment(Protocol):
+    """One writer's hold on our memory, as the owner sees it.
+
+    Attributes:
+        writer: instance id of the writer, as it authenticated on TCP.
+    """
+
+    writer: str
+
+    @property
+    def is_gone(self) -> bool:
+        """The writer can write no more."""
+
+    async def wait_gone(self) -> None:
+        """Until ``is_gone``. A deadline is the caller's."""
+
+    def cut(self) -> None:
+        """Take the hold away at once if this side can; ``is_gone`` then. Idempotent."""
+
+    async def open_keys(self) -> list[int]:
+        """Keys that open our memory to the writer for one lease; none if the carrier has none.
+
+        Raises CarrierLost.
+        """
+
+    def close_keys(self, keys: list[int]) -> None:
+        """They open nothing any more when this returns. Call it once the writer is done."""
+
+
+class CarrierHost(Protocol):
+    """Offers our memory to writers over one carrier.
+
+    Attributes:
+        carrier: "mapped", "rdma".
+    """
+
+    carrier: str
+
+    @property
+    def has_lease_keys(self) -> bool:
+        """A writer reaches our memory only with keys, each good for one lease alone."""
+
+    async def attach(self, peer: Any, *, timeout_s: float = ...) -> Attachment:
+        """Offer the memory to ``peer``, a ``tcp_peer.Peer``; return once it can write.
+
+        Whoever reads from ``peer`` must pass its ATTACHED to ``attached``. CarrierUnavailable says
+        why not; ConnectionLost.
+        """
+
+    def attached(self, peer: Any, message: Attached) -> None:
+        """ATTACHED came from ``peer``. An answer to no offer, or to one of another, is ignored."""

@@ -22,6 +22,7 @@
     ├── PoolExhausted
     ├── Overloaded                  no room for another peer
     ├── CarrierUnavailable          these two cannot use this carrier; another one may do
+    ├── CarrierLost                 a carrier that worked has failed; the connection lives on
     ├── KvFileError                 a file is not the KV of a prompt, or is damaged; ``.path``
     └── PeerError                   the peer sent ERROR; ``.field``, ``.sequence_id``
 
@@ -58,6 +59,7 @@ class ErrorCode(IntEnum):
     UNEXPECTED_MESSAGE = 21
     CONNECTION_LOST = 22
     LOCAL = 23
+    CARRIER_LOST = 24
 
 
 class KvProtoError(Exception):
@@ -250,6 +252,16 @@ class CarrierUnavailable(KvProtoError):
     """A carrier cannot be used between these two; the sentence says why. TCP always can."""
 
     code = ErrorCode.INCOMPATIBLE
+
+
+class CarrierLost(KvProtoError):
+    """A carrier broke while it was in use; its transfers fail, messages still pass.
+
+    The sentence says what the device or the peer reported. Open the connection anew: the next best
+    carrier is then found.
+    """
+
+    code = ErrorCode.CARRIER_LOST
 
 
 class KvFileError(KvProtoError):

@@ -15,24 +15,22 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvproto.buffer import byte_view, total_nbytes
 from kvproto.digest import RegionDigests
 from kvproto.errors import (
     CarrierUnavailable,
     ConnectionLost,
     KvProtoError,
-    LeaseError,
-    LocalProtocolError,
 )
-from kvproto.geometry import PER_TOKEN, KvGeometry, PoolLayout
+from kvproto.geometry import KvGeometry, PoolLayout
 from kvproto.messages import NONCE_NBYTES, Attached, Offer, Placed
+from kvproto.placement import Piece, PlacedTransfer, Placements
 from kvproto.region import (
     ATTACH_TIMEOUT_S,
     CARRIER,
@@ -50,8 +48,6 @@ PIECE_NBYTES: Final = 8 * 1024 * 1024
 CHECKED_PIECE_NBYTES: Final = 2 * 1024 * 1024
 # ``write`` waits while as much as this is queued.
 MAX_QUEUED_NBYTES: Final = 32 * 1024 * 1024
-# With digests: the receiver digests one PLACED while the next is copied, in its event loop.
-CHECKED_PLACED_NBYTES: Final = 8 * 1024 * 1024
 # Below this the copy takes less time than another thread needs to wake up.
 THREAD_MIN_NBYTES: Final = 1024 * 1024
 
@@ -153,31 +149,11 @@ async def answer_offer(
     return attachment
 
 
-@dataclass(slots=True)
-class _Transfer:
-    """One PREFILL: where its tokens belong, and the next token of each layer."""
-
-    block_table: list[int]
-    num_tokens: int
-    next_token: list[int]
-    max_placed_nbytes: int
-    is_over: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One contiguous piece: bytes of a region of a layer, and where in the pool they belong."""
-
-    region: int
-    offset: int
-    source: memoryview
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
     """A part of a write that is being copied."""
 
-    transfer: _Transfer
+    transfer: PlacedTransfer
     placed: Placed
     nbytes: int
     copying: asyncio.Future[None]
@@ -208,7 +184,7 @@ class MappedWriter:
         self._region = attachment.region
         self._layout: PoolLayout = attachment.region.layout
         self._thread_min_nbytes = thread_min_nbytes
-        self._transfers: dict[tuple[str, int], _Transfer] = {}
+        self._placements = Placements(attachment.region.layout)
         self._turn = asyncio.Lock()
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="kvproto-copy")
         self._queue: deque[_Job] = deque()
@@ -227,45 +203,20 @@ class MappedWriter:
         block_table: Sequence[int],
         num_tokens: int,
         *,
+        keys: Sequence[int] = (),
         is_checked: bool = True,
     ) -> None:
-        """PREFILL or PROBE came: these are its blocks, for tokens ``0 .. num_tokens - 1``.
-
-        ``is_checked``: COMMIT will have digests, so the receiver is to digest meanwhile.
-
-        LeaseError, in this order: the transfer exists; no tokens, or too few blocks for them; a
-        block that the region does not have, or one twice.
-        """
-        key = (sequence_id, generation)
-        layout = self._layout
-        num_blocks = -(-num_tokens // layout.block_size)
-        table = list(block_table[:num_blocks])
-        reason = ""
-        if key in self._transfers:
-            reason = f"generation {generation} is being written already"
-        elif num_tokens < 1 or num_blocks > len(table):
-            reason = f"{num_tokens} tokens do not fit into {len(table)} blocks"
-        elif not 0 <= min(table) <= max(table) < layout.num_blocks:
-            reason = (
-                f"its block table names blocks {min(table)}..{max(table)}, the region has "
-                f"{layout.num_blocks}"
-            )
-        elif len(set(table)) != len(table):
-            reason = "its block table names a block twice"
-        if reason:
-            raise LeaseError(f"cannot write sequence {sequence_id}: {reason}", sequence_id=key[0])
-        next_token = [layer.first_needed_token(num_tokens) for layer in layout.geometry.layers]
-        max_placed_nbytes = CHECKED_PLACED_NBYTES if is_checked else layout.nbytes
-        self._transfers[key] = _Transfer(table, num_tokens, next_token, max_placed_nbytes)
+        """See ``PlacingWriter.begin``. A mapped region has no ``keys``."""
+        self._placements.begin(
+            sequence_id, generation, block_table, num_tokens, keys=keys, is_checked=is_checked
+        )
 
     def end(self, sequence_id: str, generation: int) -> None:
         """The transfer was committed or aborted: nothing more of it is written. Idempotent.
 
         A copy that is under way stops within PIECE_NBYTES; once ``flush`` has returned it has.
         """
-        transfer = self._transfers.pop((sequence_id, generation), None)
-        if transfer is not None:
-            transfer.is_over = True
+        self._placements.end(sequence_id, generation)
 
     async def write(
         self,
@@ -287,16 +238,16 @@ class MappedWriter:
         """
         async with self._turn:
             self._check_alive()
-            transfer = self._check(sequence_id, generation, layer, first_token, num_tokens, buffers)
-            # As of now: the next write may be queued before this one is copied.
-            transfer.next_token[layer] = first_token + num_tokens
+            transfer = self._placements.advance(
+                sequence_id, generation, layer, first_token, num_tokens, buffers
+            )
             name = self._layout.geometry.layers[layer].name
             try:
-                for first, count, copies in self._parts(
+                for first, count, pieces in self._placements.parts(
                     transfer, layer, first_token, num_tokens, buffers
                 ):
                     placed = Placed(sequence_id, generation, name, first, count)
-                    await self._put_or_queue(transfer, layer, copies, digests, placed)
+                    await self._put_or_queue(transfer, layer, pieces, digests, placed)
             except BaseException:
                 self.end(sequence_id, generation)
                 raise
@@ -314,8 +265,7 @@ class MappedWriter:
 
         Takes as long as a copy of PIECE_NBYTES.
         """
-        for key in list(self._transfers):
-            self.end(*key)
+        self._placements.end_all()
         if self._error is None:
             self._error = ConnectionLost(
                 "this side has detached from the mapped memory", clean=True
@@ -330,88 +280,17 @@ class MappedWriter:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _check(
-        self,
-        sequence_id: str,
-        generation: int,
-        layer: int,
-        first_token: int,
-        num_tokens: int,
-        buffers: Sequence[memoryview],
-    ) -> _Transfer:
-        geometry = self._layout.geometry
-        transfer = self._transfers.get((sequence_id, generation))
-        if transfer is None:
-            raise LocalProtocolError(
-                f"cannot write sequence {sequence_id}: generation {generation} is not begun"
-            )
-        if not 0 <= layer < geometry.num_layers:
-            raise LocalProtocolError(f"cannot write sequence {sequence_id}: no layer {layer}")
-        end_token = first_token + num_tokens
-        next_token = transfer.next_token[layer]
-        if first_token != next_token or num_tokens < 1 or end_token > transfer.num_tokens:
-            raise LocalProtocolError(
-                f"cannot write tokens {first_token}..{end_token} of layer {layer} of sequence "
-                f"{sequence_id}: its next token is {next_token} of {transfer.num_tokens}"
-            )
-        nbytes = total_nbytes(buffers)
-        is_last = end_token == transfer.num_tokens
-        expected_nbytes = geometry.write_nbytes(layer, num_tokens, is_last=is_last)
-        if nbytes != expected_nbytes:
-            raise LocalProtocolError(
-                f"cannot write {num_tokens} tokens of layer {layer}: the buffers have {nbytes} "
-                f"bytes, its regions have {expected_nbytes}"
-            )
-        return transfer
-
-    def _parts(
-        self,
-        transfer: _Transfer,
-        layer: int,
-        first_token: int,
-        num_tokens: int,
-        buffers: Sequence[memoryview],
-    ) -> Iterator[tuple[int, int, list[_Copy]]]:
-        """(first token, number of tokens, copies) of what one PLACED announces."""
-        geometry = self._layout.geometry
-        end_token = first_token + num_tokens
-        is_last = end_token == transfer.num_tokens
-        step = max(1, transfer.max_placed_nbytes // max(1, geometry.write_nbytes(layer, 1)))
-        source = _Source(buffers)
-        region_nbytes = geometry.region_nbytes(layer, num_tokens, is_last=is_last)
-        starts = [sum(region_nbytes[:index]) for index in range(len(region_nbytes))]
-        for first in range(first_token, end_token, step):
-            count = min(step, end_token - first)
-            pieces = self._layout.pieces(
-                layer,
-                transfer.block_table,
-                first,
-                count,
-                is_last=is_last and first + count == end_token,
-            )
-            copies: list[_Copy] = []
-            for index, spans in enumerate(pieces):
-                region = geometry.layers[layer].regions[index]
-                skipped = (first - first_token) if region.per == PER_TOKEN else 0
-                start = starts[index] + skipped * geometry.row_nbytes(region)
-                for offset, nbytes in spans:
-                    for view in source.views(start, nbytes):
-                        copies.append(_Copy(index, offset, view))
-                        offset += view.nbytes
-                    start += nbytes
-            yield first, count, copies
-
     async def _put_or_queue(
         self,
-        transfer: _Transfer,
+        transfer: PlacedTransfer,
         layer: int,
-        copies: list[_Copy],
+        pieces: list[Piece],
         digests: RegionDigests | None,
         placed: Placed,
     ) -> None:
-        nbytes = sum(copy.source.nbytes for copy in copies)
+        nbytes = sum(piece.source.nbytes for piece in pieces)
         if not self._queue and nbytes < self._thread_min_nbytes:
-            self._put(transfer, layer, copies, digests)
+            self._put(transfer, layer, pieces, digests)
             # The copy is ordered before this send, and the receiver's read before its look.
             await self._peer.send(placed)
             return
@@ -419,7 +298,7 @@ class MappedWriter:
             await self._wait_done()
             self._check_alive()
         loop = asyncio.get_running_loop()
-        copying = loop.run_in_executor(self._copier, self._put, transfer, layer, copies, digests)
+        copying = loop.run_in_executor(self._copier, self._put, transfer, layer, pieces, digests)
         self._queue.append(_Job(transfer, placed, nbytes, copying))
         self._queued_nbytes += nbytes
         self._num_queued += 1
@@ -477,43 +356,23 @@ class MappedWriter:
 
     def _put(
         self,
-        transfer: _Transfer,
+        transfer: PlacedTransfer,
         layer: int,
-        copies: list[_Copy],
+        pieces: list[Piece],
         digests: RegionDigests | None,
     ) -> None:
         """Digest and copy; in either thread, but one part after the other."""
         put = self._region.put
         step = PIECE_NBYTES if digests is None else CHECKED_PIECE_NBYTES
-        for copy in copies:
-            offset, source = copy.offset, copy.source
+        for whole in pieces:
+            offset, source = whole.offset, whole.source
             for start in range(0, source.nbytes, step):
                 if transfer.is_over:
                     return
                 piece = source[start : start + step]
                 if digests is not None:
-                    digests.update(layer, copy.region, piece)
+                    digests.update(layer, whole.region, piece)
                 put(offset + start, piece)
-
-
-class _Source:
-    """The buffers of one write as one run of bytes, without a copy."""
-
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._views: list[tuple[int, memoryview]] = []
-        start = 0
-        for buffer in buffers:
-            view = byte_view(buffer)
-            self._views.append((start, view))
-            start += view.nbytes
-
-    def views(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Bytes ``start .. start + nbytes - 1``, in as many pieces as the buffers have there."""
-        end = start + nbytes
-        for view_start, view in self._views:
-            piece = view[max(0, start - view_start) : max(0, end - view_start)]
-            if piece.nbytes:
-                yield piece
 
 
 async def _receive_region(

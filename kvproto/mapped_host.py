@@ -49,7 +49,7 @@ _ACCEPT_PAUSE_S: Final = 0.1
 
 
 class Attachment:
-    """One writer's hold on the region.
+    """One writer's hold on the region. Implements ``carrier.Attachment``.
 
     Attributes:
         writer: instance id of the writer, as it authenticated on TCP.
@@ -69,6 +69,16 @@ class Attachment:
     async def wait_gone(self) -> None:
         """Until ``is_gone``. A deadline is the caller's: a stopped process keeps what it has."""
         await self._gone.wait()
+
+    def cut(self) -> None:
+        """Cannot be: memory that another process has mapped stays with it. Does nothing."""
+
+    async def open_keys(self) -> list[int]:
+        """None: who has the memory mapped needs no key."""
+        return []
+
+    def close_keys(self, keys: list[int]) -> None:
+        """There are none."""
 
     def end(self) -> None:
         """The host alone calls this: the writer's Unix connection has ended."""
@@ -98,8 +108,12 @@ class _State:
 class MappedHost:
     """Serves one region. Made by ``start``; ``close`` before the region is closed.
 
-    At most NUM_SLOTS writers at a time.
+    At most NUM_SLOTS writers at a time. Implements ``carrier.CarrierHost``.
     """
+
+    carrier = CARRIER
+    # Who has the memory mapped can write all of it.
+    has_lease_keys = False
 
     def __init__(self, region: Region, directory: SocketDirectory, listener: socket.socket) -> None:
         self._region = region

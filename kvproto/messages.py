@@ -39,6 +39,7 @@ MAX_TOKENS: Final = 1 << 20
 MAX_PREFILL_WORKERS: Final = 16
 MAX_BLOCKS: Final = 1 << 20
 MAX_LANES: Final = 16
+MAX_QUEUE_PAIRS: Final = 16
 ROLES: Final = ("prefill", "decode", "router", "client")
 
 _ROLE: Final = Choice(ROLES)
@@ -50,16 +51,33 @@ _PORT: Final = UInt(65535, 1)
 _SENTENCE: Final = Text(1024, is_cut=True)
 _U32: Final = UInt(MAX_U32)
 _U64: Final = UInt(MAX_U64)
+_U24: Final = UInt((1 << 24) - 1)
 _TOKEN_COUNT: Final = UInt(MAX_TOKENS)
 _SECONDS: Final = Real(1e6)
 _FACTS: Final = ScalarMap(64, allow_float=False)
 _PROMPT: Final = PackedUInts(32, MAX_TOKENS, 1)
+_KEYS: Final = PackedUInts(32, MAX_QUEUE_PAIRS)
 _BLOCK_TABLE: Final = PackedUInts(32, MAX_BLOCKS)
 _NAME: Final = Text(MAX_LAYER_NAME_NBYTES, 1, ascii_only=True)
 _DTYPE: Final = Text(16, 1, ascii_only=True)
 _OPTIONAL_DTYPE: Final = Text(16, ascii_only=True)
 _CARRIER: Final = Text(16, 1, ascii_only=True)
 _OPTIONAL_CARRIER: Final = Text(16, ascii_only=True)
+# A header's byte-order byte, or 0: not said.
+_BYTE_ORDER: Final = UInt(2)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePairFacts:
+    """What the other end of an RDMA connection must know of a queue pair."""
+
+    gid: Annotated[str, Text(39, 2, ascii_only=True)]
+    qp_num: Annotated[int, _U24]
+    psn: Annotated[int, _U24]
+    mtu_nbytes: Annotated[int, UInt(4096, 256)]
+
+
+_QUEUE_PAIRS: Final = RecordList(MAX_QUEUE_PAIRS, QueuePairFacts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +211,8 @@ class Description:
 class Prefill:
     """Decode asks for the KV of ALL of ``tokens``; it already left off the last prompt token.
 
-    ``carrier`` "" is TCP; a carrier that writes into memory needs ``block_table``. ``dtype`` "" is
+    ``carrier`` "" is TCP; a carrier that writes into memory needs ``block_table``, and ``keys``
+    if it has any. ``dtype`` "" is
     the dtype of the asker's facts, ``num_heads`` 0 all heads. ``heartbeat_s``: how often at least
     the asker wants a HEARTBEAT until STARTED; 0 is never.
     """
@@ -210,6 +229,7 @@ class Prefill:
     num_heads: Annotated[int, UInt(MAX_KV_HEADS)] = 0
     is_unchecked: Annotated[bool, Boolean()] = False
     heartbeat_s: Annotated[float, _SECONDS] = 0.0
+    keys: Annotated[list[int], _KEYS] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,21 +322,37 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The owner of a region asks the writer to attach to it; answered by ATTACHED."""
+    """The owner of a region asks the writer to attach to it; answered by ATTACHED.
+
+    What follows ``nonce`` is for "rdma" alone: one end of each connection, the order of numbers in
+    the owner's memory, its pool, and where the pool begins for the holder of ``key``. ``key`` 0:
+    each PREFILL brings keys of its own, for which the pool begins at 0.
+    """
 
     kind: ClassVar[Kind] = Kind.OFFER
     carrier: Annotated[str, _CARRIER]
     nonce: Annotated[bytes, Blob(NONCE_NBYTES)]
+    queue_pairs: Annotated[list[QueuePairFacts], _QUEUE_PAIRS] = field(default_factory=list)
+    byte_order: Annotated[int, _BYTE_ORDER] = 0
+    num_blocks: Annotated[int, _U32] = 0
+    block_size: Annotated[int, _U32] = 0
+    base: Annotated[int, _U64] = 0
+    key: Annotated[int, _U32] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Whether the writer reaches the offered region; ``reason`` "" means that it does."""
+    """Whether the writer reaches the offered region; ``reason`` "" means that it does.
+
+    ``queue_pairs`` and ``byte_order`` are the writer's, for "rdma".
+    """
 
     kind: ClassVar[Kind] = Kind.ATTACHED
     carrier: Annotated[str, _CARRIER]
     nonce: Annotated[bytes, Blob(NONCE_NBYTES)]
     reason: Annotated[str, _SENTENCE] = ""
+    queue_pairs: Annotated[list[QueuePairFacts], _QUEUE_PAIRS] = field(default_factory=list)
+    byte_order: Annotated[int, _BYTE_ORDER] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +365,7 @@ class Probe:
     num_tokens: Annotated[int, UInt(MAX_TOKENS, 1)]
     carrier: Annotated[str, _OPTIONAL_CARRIER] = ""
     block_table: Annotated[list[int], _BLOCK_TABLE] = field(default_factory=list)
+    keys: Annotated[list[int], _KEYS] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvproto.blocks import BlockPool
-from kvproto.carrier import KvWriter
+from kvproto.carrier import Attachment, KvWriter
 from kvproto.digest import RegionDigests
 from kvproto.errors import ErrorCode, KvProtoError, LeaseError, PoolExhausted
 from kvproto.geometry import KvGeometry, PoolLayout
@@ -141,7 +141,7 @@ async def measure(
     layout: PoolLayout,
     *,
     carrier: str,
-    is_placed: bool,
+    attachment: Attachment | None,
     sequence_id: str,
     new_generation: Callable[[], int],
     open_letters: OpenLetters,
@@ -149,8 +149,8 @@ async def measure(
 ) -> PathReport:
     """Prove and measure the way from ``peer`` into the pool over ``carrier``.
 
-    Takes at most a quarter of the free blocks, and gives them back. ``is_placed``: the carrier
-    writes into memory, as for ``LeaseTable.grant``. ``sequence_id`` owns the blocks meanwhile;
+    Takes at most a quarter of the free blocks, and gives them back. ``attachment``: of a carrier
+    that writes into memory; None for TCP. ``sequence_id`` owns the blocks meanwhile;
     ``timeout_s`` bounds each of the two probes, and the wait for ABORT_ACK after a failed one.
 
     Raises PoolExhausted (too few free blocks, or over the quarantine budget) and ProbeFailed. If
@@ -166,23 +166,46 @@ async def measure(
     # The first transfer warms the path up and is not counted.
     for probe_tokens in (1, 1, num_tokens):
         table = blocks.allocate(sequence_id, -(-probe_tokens // layout.block_size))
-        probe = Probe(sequence_id, new_generation(), probe_tokens, carrier, table)
+        generation = new_generation()
         try:
             leases.grant(
                 sequence_id,
-                probe.generation,
+                generation,
                 table,
                 probe_tokens,
                 writer=peer.remote.instance_id,
-                is_placed=is_placed,
+                is_placed=attachment is not None,
             )
         except KvProtoError:
             blocks.free(table, sequence_id)
             raise
-        runs.append(await _run(peer, leases, probe, open_letters, timeout_s))
+        keys = await _open_keys(attachment, leases, generation)
+        probe = Probe(sequence_id, generation, probe_tokens, carrier, table, keys)
+        try:
+            runs.append(await _run(peer, leases, probe, open_letters, timeout_s))
+        finally:
+            # The writer is done with them, or it has failed and they must not stay open.
+            if attachment is not None:
+                attachment.close_keys(keys)
         blocks.free(table, sequence_id)
     (_, _), (fixed_nbytes, fixed_s), (nbytes, elapsed_s) = runs
     return PathReport(carrier, nbytes, elapsed_s, fixed_s, fixed_nbytes)
+
+
+async def _open_keys(
+    attachment: Attachment | None, leases: LeaseTable, generation: int
+) -> list[int]:
+    """The keys of a lease that nobody was told of yet; it is taken back if there are none."""
+    if attachment is None:
+        return []
+    try:
+        return await attachment.open_keys()
+    except BaseException as exc:
+        leases.revoke(generation)
+        leases.release(generation)
+        if isinstance(exc, KvProtoError):
+            raise ProbeFailed(str(exc), exc.code) from exc
+        raise
 
 
 async def _run(

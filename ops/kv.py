@@ -40,6 +40,24 @@ def security_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def carrier_options(command: Callable[..., None]) -> Callable[..., None]:
+    """How KV travels between this side and the worker."""
+    for option in (
+        click.option(
+            "--rdma-device", default="", help="With rdma: mlx5_0 or mlx5_0:1; else one is chosen."
+        ),
+        click.option(
+            "--carrier",
+            type=click.Choice(["tcp", "rdma", "auto"]),
+            default="tcp",
+            show_default=True,
+            help="How KV travels; auto is rdma if it can be had.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group("kv")
 def kv_group() -> None:
     """KV of prompts as files: save, load, inspect, verify."""
@@ -58,6 +76,7 @@ def kv_group() -> None:
 @click.option("--prompt", help="The prompt as text; needs --model.")
 @click.option("--model", type=_FILE, help="Folder with the model's tokenizer.json.")
 @click.option("--dtype", default="", help="Element type of the file; the worker's own by default.")
+@carrier_options
 @security_options
 @click.option("--timeout-s", default=300.0, show_default=True, type=click.FloatRange(min=0.001))
 def save_command(
@@ -82,6 +101,7 @@ def save_command(
 @click.option("--max-output-tokens", default=64, show_default=True, type=click.IntRange(min=1))
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0.0, 2.0))
 @click.option("--model", type=_FILE, help="Folder with tokenizer.json: print text, not token ids.")
+@carrier_options
 @security_options
 @click.option("--timeout-s", default=300.0, show_default=True, type=click.FloatRange(min=0.001))
 def load_command(file: Path, **options: Any) -> None:

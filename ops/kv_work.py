@@ -17,6 +17,7 @@ from kvproto.client import DecodeClient, KvFile, PrefillClient
 from kvproto.errors import KvProtoError
 from kvproto.fields import MAX_U32
 from kvproto.messages import MAX_TOKENS
+from kvproto.rdma.settings import RdmaSettings
 from ops.byte_progress import ByteProgress, megabytes
 from ops.kv_report import kv_file_facts, kv_file_lines
 from svckit.errors import ServiceError
@@ -35,6 +36,8 @@ def save(
     prompt: str | None,
     model: Path | None,
     dtype: str,
+    carrier: str,
+    rdma_device: str,
     timeout_s: float,
     **security_files: Path | None,
 ) -> None:
@@ -54,7 +57,14 @@ def save(
     began_at = time.monotonic()
 
     async def fetch() -> None:
-        async with PrefillClient(*prefill, dtype=dtype, timeout_s=timeout_s, **security) as client:
+        async with PrefillClient(
+            *prefill,
+            dtype=dtype,
+            timeout_s=timeout_s,
+            carrier=carrier,
+            rdma=RdmaSettings(device=rdma_device),
+            **security,
+        ) as client:
             with closing(ByteProgress("receiving", sys.stderr)) as progress:
                 await client.prefill_to_file(
                     file,
@@ -82,6 +92,8 @@ def load(
     max_output_tokens: int,
     temperature: float,
     model: Path | None,
+    carrier: str,
+    rdma_device: str,
     timeout_s: float,
     **security_files: Path | None,
 ) -> None:
@@ -94,7 +106,9 @@ def load(
     text_of = _token_text().TokenText(model) if model else _TokenNumbers()
 
     async def run(opened: KvFile) -> None:
-        async with DecodeClient(*decode, **security) as client:
+        async with DecodeClient(
+            *decode, carrier=carrier, rdma=RdmaSettings(device=rdma_device), **security
+        ) as client:
             with closing(ByteProgress("sending", sys.stderr)) as progress:
                 generation = client.generate(
                     opened.cache,

@@ -276,9 +276,9 @@ class Prefiller:
                     job.beat_at, job.has_beat_queued = now, True
                     self._pushers[job.peer].put_nowait(Beat(job))
 
-    def fail_transfer(self, job: Job, reason: str) -> None:
-        """The KV cannot leave in the form that was asked for."""
-        self._give_up(job, ErrorCode.LOCAL, reason)
+    def fail_transfer(self, job: Job, code: ErrorCode, reason: str) -> None:
+        """The KV cannot leave: not in the form that was asked for, or its carrier broke."""
+        self._give_up(job, code, reason)
 
     def _give_up(self, job: Job, code: ErrorCode, reason: str) -> None:
         """End a prompt early and have the decode worker told, in order, by the pusher."""

@@ -6,11 +6,18 @@ no more writes will come.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvproto.errors import ConnectionLost, ConversionError, DeadlineExceeded
+from kvproto.errors import (
+    CarrierLost,
+    ConnectionLost,
+    ConversionError,
+    DeadlineExceeded,
+    ErrorCode,
+)
 from kvproto.messages import Abort, AbortAck, Commit, Heartbeat, Started
 from kvproto.tcp_link import Link
 from prefill_svc.job import Job, JobEvent, JobState
@@ -73,7 +80,7 @@ class Pusher:
         stall_items: int,
         ack_timeout_s: float,
         on_drained: Callable[[], None],
-        on_failed: Callable[[Job, str], None],
+        on_failed: Callable[[Job, ErrorCode, str], None],
     ) -> None:
         self.peer = peer
         self._queue: asyncio.Queue[Item] = asyncio.Queue(max_items)
@@ -146,11 +153,15 @@ class Pusher:
             job.first_write_at = time.monotonic()
         try:
             await job.transfer.send(item.layer, item.first_token, item.num_tokens, item.buffers)
-        except ConversionError as exc:
-            self._on_failed(job, str(exc))
+        except (ConversionError, CarrierLost) as exc:
+            self._on_failed(job, ErrorCode(exc.code), str(exc))
 
     async def _commit(self, job: Job) -> None:
-        await job.transfer.flush()
+        try:
+            await job.transfer.flush()
+        except CarrierLost as exc:
+            self._on_failed(job, ErrorCode(exc.code), str(exc))
+            return
         if job.is_over:
             return  # given up while the writes left; its GiveUp is queued behind
         job.advance(JobEvent.COMMIT_SENT)
@@ -170,7 +181,8 @@ class Pusher:
 
     async def _give_up(self, job: Job) -> None:
         # Only when the connection has let go of the memory may ABORT_ACK promise anything.
-        await job.transfer.flush()
+        with contextlib.suppress(CarrierLost):  # its end is the best of promises
+            await job.transfer.flush()
         await self.peer.flushed()
         if not job.is_cancelled_by_peer:
             await self.peer.send(Abort(*job.key, code=job.give_up_code, message=job.give_up_reason))

@@ -12,6 +12,7 @@ from prefill_svc.config import PrefillConfig
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
 from prefill_svc.push import Pusher
+from prefill_svc.rdma_pool import RdmaPool
 from prefill_svc.session import Session
 
 
@@ -26,12 +27,14 @@ class PrefillServer:
         geometry: KvGeometry,
         description: Description,
         config: PrefillConfig,
+        rdma: RdmaPool,
     ) -> None:
         self._prefiller = prefiller
         self._metrics = metrics
         self._geometry = geometry
         self._description = description
         self._config = config
+        self._rdma = rdma
         num_layers = geometry.num_layers
         # More than two layers' worth of unsent writes: the decode worker is slower than we are.
         self._stall_items = 2 * num_layers
@@ -65,6 +68,7 @@ class PrefillServer:
                     geometry=self._geometry,
                     description=self._description,
                     mapped_dir=self._config.mapped_dir,
+                    rdma=self._rdma,
                 )
                 try:
                     await session.read()

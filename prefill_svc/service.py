@@ -12,6 +12,7 @@ from kvproto.description import describe
 from kvproto.errors import LocalProtocolError
 from kvproto.handshake import DEFAULT_MAX_PAYLOAD_NBYTES, Identity
 from kvproto.messages import Register
+from kvproto.rdma.host import CARRIER as RDMA
 from kvproto.region import CARRIER as MAPPED
 from kvproto.region import unavailable_reason
 from kvproto.tcp import Server
@@ -20,6 +21,7 @@ from kvproto.tcp_link import Links
 from prefill_svc.config import PrefillConfig
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
+from prefill_svc.rdma_pool import RdmaPool
 from prefill_svc.server import PrefillServer
 from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
@@ -39,6 +41,21 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
     tls = load_tls(config.tls_cert_file, config.tls_key_file, config.tls_ca_file)
     engine = await asyncio.to_thread(_load_engine, config)
     _check_step(engine, config)
+    rdma = RdmaPool(config)
+    rdma.start(engine.kv_pool.region)
+    try:
+        await _serve(config, lifecycle, tls, engine, rdma)
+    finally:
+        rdma.close()
+
+
+async def _serve(
+    config: PrefillConfig,
+    lifecycle: Lifecycle,
+    tls: TlsContexts,
+    engine: Engine,
+    rdma: RdmaPool,
+) -> None:
     metrics = PrefillMetrics()
     prefiller = Prefiller(engine, config, metrics)
     server = PrefillServer(
@@ -49,18 +66,25 @@ async def serve(config: PrefillConfig, lifecycle: Lifecycle) -> None:
             engine.facts.geometry, model=engine.facts.name, max_model_len=engine.facts.max_model_len
         ),
         config=config,
+        rdma=rdma,
     )
+    carriers = [RDMA] if rdma.is_open else []
+    carriers += [] if unavailable_reason() else [MAPPED]
     identity = Identity(
         role="prefill",
         instance_id=config.instance_id,
         facts=engine.facts.facts(),
         secret=config.secret,
         dtypes=tuple(sorted(CONVERTIBLE)),
-        carriers=("tcp",) if unavailable_reason() else (MAPPED, "tcp"),
+        carriers=(*carriers, "tcp"),
     )
     listener = await _listen(config, identity, server, tls)
     admin = AdminServer(
-        "127.0.0.1", config.admin_port, metrics.registry, lifecycle, lambda: {**prefiller.stats()}
+        "127.0.0.1",
+        config.admin_port,
+        metrics.registry,
+        lifecycle,
+        lambda: {**prefiller.stats(), "rdma": rdma.stats()},
     )
     registration = Register(
         role="prefill",

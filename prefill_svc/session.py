@@ -6,8 +6,15 @@ from pathlib import Path
 
 import structlog
 
-from kvproto.carrier import KvWriter
-from kvproto.errors import ConnectionLost, DeadlineExceeded, ErrorCode, KvProtoError, LeaseError
+from kvproto.carrier import KvWriter, PlacingWriter
+from kvproto.errors import (
+    CarrierLost,
+    ConnectionLost,
+    DeadlineExceeded,
+    ErrorCode,
+    KvProtoError,
+    LeaseError,
+)
 from kvproto.geometry import KvGeometry
 from kvproto.mapped import MappedWriter, answer_offer
 from kvproto.messages import (
@@ -23,11 +30,12 @@ from kvproto.messages import (
     Probe,
 )
 from kvproto.probe import answer_probe
-from kvproto.region import CARRIER as MAPPED
+from kvproto.rdma.host import CARRIER as RDMA
 from kvproto.tcp_link import Link
 from prefill_svc.errors import PromptRefused
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
+from prefill_svc.rdma_pool import RdmaPool
 from prefill_svc.transfer import Transfer
 
 
@@ -38,6 +46,7 @@ class Session:
         peer: the decode worker or client.
         tasks: owns what takes longer than a message: attaching and probes.
         mapped_dir: where the sockets of mapped memory are; None for the default.
+        rdma: this worker's end of RDMA.
     """
 
     def __init__(
@@ -50,6 +59,7 @@ class Session:
         geometry: KvGeometry,
         description: Description,
         mapped_dir: Path | None,
+        rdma: RdmaPool,
     ) -> None:
         self._peer = peer
         self._prefiller = prefiller
@@ -58,7 +68,10 @@ class Session:
         self._geometry = geometry
         self._description = description
         self._mapped_dir = mapped_dir
-        self._mapped: MappedWriter | None = None
+        self._rdma = rdma
+        # By carrier: what writes into the peer's memory, and offers that were taken on.
+        self._placing: dict[str, PlacingWriter] = {}
+        self._offered: set[str] = set()
         self._attaching: asyncio.Task[None] | None = None
         self._probing: asyncio.Task[None] | None = None
         self._probe_key = ("", 0)
@@ -75,8 +88,8 @@ class Session:
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-        if self._mapped is not None:
-            await self._mapped.close()
+        for writer in self._placing.values():
+            await writer.close()
 
     async def _on_message(self, message: Message) -> None:
         peer = self._peer
@@ -106,7 +119,7 @@ class Session:
     async def _on_prefill(self, message: Prefill) -> None:
         transfer = None
         try:
-            transfer = Transfer(message, self._geometry, self._peer, self._mapped)
+            transfer = Transfer(message, self._geometry, self._peer, self._placing)
             self._prefiller.submit(message, self._peer, transfer)
         except PromptRefused as exc:
             if transfer is not None:
@@ -130,22 +143,29 @@ class Session:
     # ---- other carriers than TCP
 
     async def _on_offer(self, message: Offer) -> None:
-        if self._attaching is not None:
-            text = "one OFFER for each connection"
+        is_busy = self._attaching is not None and not self._attaching.done()
+        if is_busy or message.carrier in self._offered:
+            text = "one OFFER of each carrier for each connection, one after the other"
             await self._peer.send(Error(code=ErrorCode.UNEXPECTED_MESSAGE, message=text))
             return
+        self._offered.add(message.carrier)
         self._attaching = self._tasks.create_task(
             self._attach(message), name=f"attach {self._peer.name}"
         )
 
     async def _attach(self, offer: Offer) -> None:
         with contextlib.suppress(ConnectionLost, DeadlineExceeded):
-            attachment = await answer_offer(
-                self._peer.control, offer, self._geometry, directory=self._mapped_dir
-            )
-            if attachment is not None:
-                self._mapped = MappedWriter(self._peer.control, attachment)
-                self._log.info("attached to mapped memory", peer=self._peer.name)
+            writer = await self._answer(offer)
+            if writer is not None:
+                self._placing[offer.carrier] = writer
+                self._log.info("attached", peer=self._peer.name, carrier=offer.carrier)
+
+    async def _answer(self, offer: Offer) -> PlacingWriter | None:
+        peer = self._peer.control
+        if offer.carrier == RDMA and self._rdma.is_open:
+            return await self._rdma.answer(peer, offer, self._geometry)
+        attachment = await answer_offer(peer, offer, self._geometry, directory=self._mapped_dir)
+        return None if attachment is None else MappedWriter(peer, attachment)
 
     async def _on_probe(self, message: Probe) -> None:
         if self._probing is not None and not self._probing.done():
@@ -168,28 +188,41 @@ class Session:
             except KvProtoError as exc:
                 if isinstance(exc, ConnectionLost | DeadlineExceeded):
                     raise
+                if isinstance(exc, CarrierLost):
+                    await self._flush(self._placing[probe.carrier])
                 await self._refuse(probe, exc.code, str(exc))
-        if self._mapped is not None:
-            self._mapped.end(*key)
+        for placing in self._placing.values():
+            placing.end(*key)
 
     async def _confirm_abort(self, probing: asyncio.Task[None], key: tuple[str, int]) -> None:
         with contextlib.suppress(ConnectionLost, DeadlineExceeded):
             await asyncio.wait([probing])
-            if self._mapped is not None:
-                # A copy that was under way has ended once this returns.
-                self._mapped.end(*key)
-                await self._mapped.flush()
+            for writer in self._placing.values():
+                writer.end(*key)
+                await self._flush(writer)
             await self._peer.send(AbortAck(*key))
+
+    async def _flush(self, writer: PlacingWriter) -> None:
+        """What was under way has ended once this returns, or its carrier has."""
+        with contextlib.suppress(CarrierLost):
+            await writer.flush()
 
     def _probe_writer(self, probe: Probe) -> KvWriter:
         if probe.carrier in ("", "tcp"):
             return self._peer.writer(self._geometry)
-        if probe.carrier != MAPPED or self._mapped is None:
+        writer = self._placing.get(probe.carrier)
+        if writer is None:
             raise LeaseError(
                 f"carrier {probe.carrier!r} is not open between us", sequence_id=probe.sequence_id
             )
-        self._mapped.begin(probe.sequence_id, probe.generation, probe.block_table, probe.num_tokens)
-        return self._mapped
+        writer.begin(
+            probe.sequence_id,
+            probe.generation,
+            probe.block_table,
+            probe.num_tokens,
+            keys=probe.keys,
+        )
+        return writer
 
     async def _refuse(self, message: Prefill | Probe, code: int, text: str) -> None:
         key = (message.sequence_id, message.generation)

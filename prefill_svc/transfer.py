@@ -1,16 +1,14 @@
 """One prompt's KV on its way out: in which form, over which carrier, and what it adds up to."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvproto.carrier import KvWriter
+from kvproto.carrier import KvWriter, PlacingWriter
 from kvproto.convert import WirePacker
 from kvproto.digest import RegionDigests
 from kvproto.errors import ErrorCode, KvProtoError, LocalProtocolError
 from kvproto.geometry import KvGeometry
-from kvproto.mapped import MappedWriter
 from kvproto.messages import Prefill
-from kvproto.region import CARRIER as MAPPED
 from kvproto.tcp_link import Link
 from prefill_svc.errors import PromptRefused
 
@@ -22,7 +20,7 @@ class Transfer:
         request: says dtype, heads, carrier and whether digests are wanted.
         geometry: of our pool.
         peer: the asker; a request without a dtype of its own gets that of the asker's facts.
-        mapped: the writer into the asker's memory, if this worker is attached to it.
+        placing: by carrier, the writers into the asker's memory that this worker is attached to.
 
     PromptRefused: a form that this worker cannot make (MALFORMED), blocks that the asker's
     memory does not have (LEASE).
@@ -36,7 +34,7 @@ class Transfer:
         request: Prefill,
         geometry: KvGeometry,
         peer: Link,
-        mapped: MappedWriter | None = None,
+        placing: Mapping[str, PlacingWriter] | None = None,
     ) -> None:
         dtype = request.dtype or str(peer.remote.facts.get("dtype", ""))
         try:
@@ -46,7 +44,7 @@ class Transfer:
             raise PromptRefused(ErrorCode.MALFORMED, str(exc)) from exc
         self._request = request
         self._wire = wire
-        self._writer, self._mapped = self._open(peer, mapped)
+        self._writer, self._placing = self._open(peer, placing or {})
         self._digests = RegionDigests(wire)
         self.nbytes = 0
 
@@ -89,32 +87,34 @@ class Transfer:
         await self._writer.flush()
 
     def end(self) -> None:
-        """Committed or given up: nothing more is written, see ``MappedWriter.end``. Idempotent."""
-        if self._mapped is not None:
-            self._mapped.end(self._request.sequence_id, self._request.generation)
+        """Committed or given up: nothing more is written, see ``PlacingWriter.end``. Idempotent."""
+        if self._placing is not None:
+            self._placing.end(self._request.sequence_id, self._request.generation)
 
     def _open(
-        self, peer: Link, mapped: MappedWriter | None
-    ) -> tuple[KvWriter, MappedWriter | None]:
+        self, peer: Link, placing: Mapping[str, PlacingWriter]
+    ) -> tuple[KvWriter, PlacingWriter | None]:
         request = self._request
         if request.carrier in ("", "tcp"):
             return peer.writer(self._wire), None
-        if request.carrier != MAPPED or mapped is None:
+        writer = placing.get(request.carrier)
+        if writer is None:
             raise PromptRefused(
                 ErrorCode.MALFORMED, f"carrier: {request.carrier!r} is not open between us"
             )
         if self._packer.is_needed:
             raise PromptRefused(
-                ErrorCode.MALFORMED, "carrier: converted KV does not travel by mapped memory"
+                ErrorCode.MALFORMED, f"carrier: converted KV does not travel by {request.carrier}"
             )
         try:
-            mapped.begin(
+            writer.begin(
                 request.sequence_id,
                 request.generation,
                 request.block_table,
                 len(request.tokens),
+                keys=request.keys,
                 is_checked=not request.is_unchecked,
             )
         except KvProtoError as exc:
             raise PromptRefused(ErrorCode(exc.code), str(exc)) from exc
-        return mapped, mapped
+        return writer, writer

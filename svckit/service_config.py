@@ -80,6 +80,52 @@ class WorkerConfig(ServiceConfig):
         "the user's runtime folder. Both workers need the same.",
         default=None,
     )
+    rdma_device: str = option(
+        "RDMA device for KV, such as mlx5_0 or mlx5_0:1; empty chooses one, none uses no RDMA.",
+        default="",
+    )
+    rdma_gid_index: int = option(
+        "Entry of the port's GID table; -1 takes the RoCE v2 address that suits the peer.",
+        default=-1,
+        minimum=-1,
+        maximum=255,
+    )
+    rdma_queue_pairs: int = option(
+        "RDMA connections to each prefill worker; the decode worker's setting counts.",
+        default=1,
+        minimum=1,
+        maximum=16,
+    )
+    rdma_traffic_class: int = option(
+        "Traffic class of RDMA packets: the DSCP times four.", default=0, minimum=0, maximum=255
+    )
+    rdma_service_level: int = option(
+        "Service level (priority) of RDMA packets.", default=0, minimum=0, maximum=7
+    )
+    rdma_ack_timeout: int = option(
+        "An RDMA packet is sent again after 4.096 us * 2^n without an answer; 14 is 67 ms.",
+        default=14,
+        minimum=1,
+        maximum=31,
+    )
+    rdma_retry_count: int = option(
+        "After so many repetitions an RDMA connection fails; 7 never does on some devices.",
+        default=6,
+        minimum=0,
+        maximum=7,
+    )
+    rdma_rnr_retry_count: int = option(
+        "The same for an answer that says that the receiver is not ready.",
+        default=6,
+        minimum=0,
+        maximum=7,
+    )
+    rdma_mtu_nbytes: int = option(
+        "Largest RDMA packet: 256, 512, 1024, 2048 or 4096; 0 takes what the port has.",
+        default=0,
+        minimum=0,
+        maximum=4096,
+    )
     router_host: str = option("Host of the router's control port.", default="127.0.0.1")
     router_port: int = option(
         "The router's control port.", default=7400, minimum=1, maximum=MAX_PORT

@@ -100,6 +100,11 @@ class _Blocking:
         finally:
             self._thread.close()
 
+    @property
+    def carrier(self) -> str:
+        """How KV travels: "tcp" or "rdma"."""
+        return self._client.carrier
+
     def describe(self) -> Description:
         """The worker's model and layout."""
         return self._thread.call(self._client.describe())

@@ -9,6 +9,7 @@ Source: docs/wire.md section 4 (GENERATE, ``kv_from_sender``) and ``kv_sender``.
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import ssl
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,7 +18,10 @@ from typing import Any, Final, Self
 
 from kvproto.client.kv_sender import KvSender, Progress, check_facts, check_tokens
 from kvproto.client.link import CONNECT_TIMEOUT_S, Inbox, Link
+from kvproto.client.rdma_device import AUTO, TCP, check_carrier, check_offers, open_toward
+from kvproto.client.rdma_sender import RdmaSender
 from kvproto.errors import (
+    CarrierUnavailable,
     DeadlineExceeded,
     ErrorCode,
     KvProtoError,
@@ -29,15 +33,22 @@ from kvproto.kv_cache import KvCache
 from kvproto.messages import (
     Abort,
     AbortAck,
+    Attached,
     Description,
     Error,
     Finished,
     Generate,
     Message,
+    Offer,
     Prefill,
     Tokens,
 )
+from kvproto.rdma.device import Device
+from kvproto.rdma.host import CARRIER as RDMA
+from kvproto.rdma.settings import RdmaSettings
 from kvproto.tcp import Peer
+
+logger = logging.getLogger("kvproto.client")
 
 TIMEOUT_S: Final = 300.0
 # The worker keeps the deadline itself and says so; this long after it, it is not heard any more.
@@ -57,8 +68,12 @@ class DecodeClient:
         tls: context for TLS towards the worker.
         abort_timeout_s: how long the worker may take to confirm an abort before it is cut off.
         connect_timeout_s: for connecting and for DESCRIBE.
+        carrier: how KV goes to the worker: "tcp"; "rdma" and nothing else; "auto": RDMA if it can
+            be had, else TCP.
+        rdma: which device, and how; see ``RdmaSettings``.
 
-    Entering raises what ``tcp.connect`` raises.
+    LocalProtocolError: no such carrier. Entering raises what ``tcp.connect`` raises, and with
+    "rdma" CarrierUnavailable and what ``describe`` raises.
     """
 
     def __init__(
@@ -70,21 +85,46 @@ class DecodeClient:
         tls: ssl.SSLContext | None = None,
         abort_timeout_s: float = ABORT_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        carrier: str = TCP,
+        rdma: RdmaSettings | None = None,
     ) -> None:
+        check_carrier(carrier)
         self._link = Link(
             host,
             port,
             secret=secret,
             tls=tls,
             on_stray=self._on_stray,
+            on_carrier=self._on_carrier,
             timeout_s=connect_timeout_s,
         )
+        self._address = (host, port)
+        self._wanted = carrier
+        self._rdma_settings = rdma or RdmaSettings()
+        self._rdma: RdmaSender | None = None
         self._abort_timeout_s = abort_timeout_s
         self._generations: set[Generation] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def carrier(self) -> str:
+        """How KV goes to the worker now: "rdma" from the first KV on that the worker took so."""
+        return RDMA if self._rdma is not None and self._rdma.is_attached else TCP
+
     async def __aenter__(self) -> Self:
-        await self._link.__aenter__()
+        device = None if self._wanted == TCP else await self._open_device()
+        if device is not None:
+            self._link.say_carriers(RDMA, TCP)
+        try:
+            await self._link.__aenter__()
+            if device is not None:
+                await self._prepare(device)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        finally:
+            if device is not None and self._rdma is None:
+                device.close()
         return self
 
     async def __aexit__(
@@ -97,11 +137,15 @@ class DecodeClient:
             for generation in list(self._generations):
                 await generation.aclose()
         finally:
-            await self._link.__aexit__(type_, value, traceback)
-            for task in self._tasks:
-                task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
+            try:
+                await self._link.__aexit__(type_, value, traceback)
+                for task in self._tasks:
+                    task.cancel()
+                if self._tasks:
+                    await asyncio.wait(self._tasks)
+            finally:
+                if self._rdma is not None:
+                    await self._rdma.close()
 
     async def describe(self) -> Description:
         """The worker's model and layout; asked for once."""
@@ -198,6 +242,47 @@ class DecodeClient:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    @property
+    def rdma(self) -> RdmaSender | None:
+        """This side's end of RDMA, if it has one."""
+        return self._rdma
+
+    @property
+    def is_rdma_only(self) -> bool:
+        """KV must not go over TCP."""
+        return self._wanted == RDMA
+
+    # -- RDMA ----------------------------------------------------------------------------------
+
+    async def _open_device(self) -> Device | None:
+        """The device; None if there is none and "auto" was asked for."""
+        try:
+            return await open_toward(self._rdma_settings, *self._address)
+        except CarrierUnavailable as exc:
+            self._pass_over(exc)
+            return None
+
+    async def _prepare(self, device: Device) -> None:
+        """Be ready for the worker's offer, which comes with the first KV."""
+        peer = self._link.peer
+        try:
+            check_offers(peer)
+        except CarrierUnavailable as exc:
+            self._pass_over(exc)
+        else:
+            self._rdma = RdmaSender(device, peer, await self._link.geometry())
+
+    def _pass_over(self, error: CarrierUnavailable) -> None:
+        """RDMA cannot be used, which is the end of it unless "auto" was asked for."""
+        if self._wanted != AUTO:
+            raise error
+        host, port = self._address
+        logger.warning("RDMA is not used towards %s:%s: %s", host, port, error)
+
+    def _on_carrier(self, message: Offer | Attached) -> None:
+        if self._rdma is not None and isinstance(message, Offer):
+            self._rdma.answer(message)
+
     def _on_stray(self, message: Message) -> None:
         """About a sequence that is over: nothing of ours writes for it, and that is the answer."""
         if isinstance(message, Abort | Prefill):
@@ -233,7 +318,7 @@ class Generation:
         self._num_received = 0
         self._expires_at = 0.0
         self._sender: KvSender | None = None
-        self._sending: dict[int, asyncio.Task[None]] = {}
+        self._sending: dict[int, KvSender] = {}
         self._finished: Finished | None = None
 
     @property
@@ -320,12 +405,13 @@ class Generation:
             case Prefill():
                 self._begin_sending(message)
             case Abort():
-                task = self._sending.pop(message.generation, None)
-                self._client.spawn(lambda: self._answer_abort(message, task), "answer ABORT")
+                sender = self._sending.pop(message.generation, None)
+                self._client.spawn(lambda: self._answer_abort(message, sender), "answer ABORT")
             case Error():
                 # It refuses a WRITE or the COMMIT; FINISHED says what becomes of the sequence.
-                for task in self._sending.values():
-                    task.cancel()
+                for sender in self._sending.values():
+                    if sender.task is not None:
+                        sender.task.cancel()
             case Tokens() | Finished():
                 return True
             case AbortAck(generation=0):
@@ -340,22 +426,27 @@ class Generation:
             key = (request.sequence_id, request.generation)
             self._client.spawn(lambda: peer.send(AbortAck(*key)), "answer PREFILL")
             return
-        sender = self._sender = KvSender(peer, request, self._kv, self._on_progress)
-        name = f"send KV of {request.sequence_id}"
-        self._sending[request.generation] = self._client.spawn(sender.run, name)
+        sender = self._sender = KvSender(
+            peer,
+            request,
+            self._kv,
+            self._on_progress,
+            rdma=self._client.rdma,
+            is_rdma_only=self._client.is_rdma_only,
+        )
+        sender.task = self._client.spawn(sender.run, f"send KV of {request.sequence_id}")
+        self._sending[request.generation] = sender
 
-    async def _answer_abort(self, abort: Abort, task: asyncio.Task[None] | None) -> None:
-        """ABORT_ACK behind the last WRITE of that generation."""
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+    async def _answer_abort(self, abort: Abort, sender: KvSender | None) -> None:
+        """ABORT_ACK behind the last byte of that generation."""
+        if sender is not None:
+            await sender.stop()
         await self._client.link.peer.send(AbortAck(abort.sequence_id, abort.generation))
 
     async def _stop_sending(self) -> None:
-        for task in self._sending.values():
-            task.cancel()
+        for sender in self._sending.values():
+            await sender.stop()
         if self._sending:
-            await asyncio.wait(list(self._sending.values()))
             # The rows may change once they have left this process.
             await self._client.link.peer.flushed(timeout_s=self._client.abort_timeout_s)
 

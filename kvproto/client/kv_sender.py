@@ -1,20 +1,31 @@
 """The client as the writer of a transfer: it sends the KV that it holds to a decode worker.
 
 The decode worker asks with PREFILL, on the connection on which it got GENERATE, as it asks a
-prefill worker. One ``KvSender`` answers one such PREFILL.
+prefill worker. One ``KvSender`` answers one such PREFILL, over TCP or by RDMA.
 """
 
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
+from kvproto.carrier import KvWriter
+from kvproto.client.rdma_sender import RdmaSender
 from kvproto.convert import WirePacker
 from kvproto.digest import RegionDigests
-from kvproto.errors import ErrorCode, KvProtoError, LocalProtocolError
+from kvproto.errors import (
+    CarrierLost,
+    CarrierUnavailable,
+    KvProtoError,
+    LeaseError,
+    LocalProtocolError,
+)
 from kvproto.geometry import PER_SEQUENCE, KvGeometry
 from kvproto.kv_cache import KvCache
 from kvproto.messages import Abort, AbortAck, Commit, Prefill, Started
+from kvproto.rdma.host import CARRIER as RDMA
+from kvproto.rdma.writer import RdmaWriter
 from kvproto.tcp import Peer, TcpWriter
 
 # One WRITE: large enough to cost little, small enough to stop soon.
@@ -76,52 +87,103 @@ class KvSender:
         peer: the decode worker.
         request: its PREFILL.
         cache: the rows; must not change until ``run`` has returned.
-        on_progress: called after each WRITE.
+        on_progress: called after each WRITE, or what takes its place.
+        rdma: this side's end of RDMA, if it has one.
+        is_rdma_only: refuse a PREFILL that asks for another carrier.
+
+    Attributes:
+        task: what ``run`` runs in, set by the owner; for ``stop``.
+        error: why nothing was delivered, if it was our fault or our carrier's.
     """
 
     def __init__(
-        self, peer: Peer, request: Prefill, cache: KvCache, on_progress: Progress | None = None
+        self,
+        peer: Peer,
+        request: Prefill,
+        cache: KvCache,
+        on_progress: Progress | None = None,
+        *,
+        rdma: RdmaSender | None = None,
+        is_rdma_only: bool = False,
     ) -> None:
         self._peer = peer
         self._request = request
         self._cache = cache
         self._on_progress = on_progress
+        self._rdma = rdma
+        self._is_rdma_only = is_rdma_only
         self._num_tokens = len(request.tokens)
-        self._task: asyncio.Task[None] | None = None
+        self._placing: RdmaWriter | None = None
+        self.task: asyncio.Task[None] | None = None
         self.error: KvProtoError | None = None
 
     async def run(self) -> None:
         """Send everything; a fault of ours is told to the worker, and kept in ``error``.
 
-        Cancelled, it stops between two frames, of which some may not have left this process yet.
-        Raises ConnectionLost, DeadlineExceeded.
+        Cancelled, it stops between two frames, of which some may not have left this process yet;
+        see ``stop``. Raises ConnectionLost, DeadlineExceeded.
         """
         key = (self._request.sequence_id, self._request.generation)
         try:
             packer = self._packer()
-        except LocalProtocolError as exc:
-            await self._give_up(exc)
-            return
-        writer = TcpWriter(self._peer, packer.wire)
-        try:
+            writer = await self._writer(packer.wire)
             await self._peer.send(Started(*key, queue_s=0.0))
             commit = await self._write_all(packer, writer)
             await writer.flush()
             await self._peer.send(commit)
-        except LocalProtocolError as exc:
-            await writer.flush()
+            self._end()
+        except (LocalProtocolError, LeaseError, CarrierUnavailable, CarrierLost) as exc:
             await self._give_up(exc)
+
+    async def stop(self) -> None:
+        """Cancel ``run``; when this returns, nothing reaches the worker's memory by RDMA any more.
+
+        What TCP still has to send is behind it in order. Raises ConnectionLost.
+        """
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.wait([self.task])
+        self._end()
+        await self._settle()
 
     def _packer(self) -> WirePacker:
         """What is sent, and how it is made. LocalProtocolError: it cannot be."""
         request, held = self._request, self._cache.geometry
-        if request.carrier not in {"", "tcp"}:
-            raise LocalProtocolError(f"a client writes over TCP, not over {request.carrier!r}")
         check_tokens(self._cache, tuple(request.tokens))
         dtype = request.dtype or str(self._peer.remote.facts.get("dtype", ""))
         return WirePacker(held, held.as_wire(dtype, request.num_heads), request.first_head)
 
-    async def _write_all(self, packer: WirePacker, writer: TcpWriter) -> Commit:
+    async def _writer(self, wire: KvGeometry) -> KvWriter:
+        """What sends it. LocalProtocolError, CarrierUnavailable, LeaseError: nothing does."""
+        request = self._request
+        if request.carrier in {"", "tcp"}:
+            if self._is_rdma_only:
+                reason = "" if self._rdma is None else self._rdma.reason
+                raise CarrierUnavailable(
+                    f"{self._peer.name} asks for the KV over TCP and this client has carrier "
+                    f"rdma alone: {reason}"
+                )
+            return TcpWriter(self._peer, wire)
+        if request.carrier != RDMA or self._rdma is None:
+            raise LocalProtocolError(f"this client does not write over {request.carrier!r}")
+        writer = await self._rdma.writer()
+        if wire != self._rdma.geometry:
+            raise LocalProtocolError(
+                "the KV has other regions than the worker's memory; use a worker with the same "
+                "model"
+            )
+        writer.begin(
+            request.sequence_id,
+            request.generation,
+            request.block_table,
+            self._num_tokens,
+            keys=request.keys,
+            is_checked=not request.is_unchecked,
+        )
+        self._placing = writer
+        return writer
+
+    async def _write_all(self, packer: WirePacker, writer: KvWriter) -> Commit:
         request, wire = self._request, packer.wire
         loop = asyncio.get_running_loop()
         began_at = loop.time()
@@ -176,8 +238,22 @@ class KvSender:
         limit = min(limit, MAX_WRITE_NBYTES) - sequence_nbytes
         return max(1, limit // max(1, token_nbytes))
 
-    async def _give_up(self, error: LocalProtocolError) -> None:
+    def _end(self) -> None:
+        """Nothing of this transfer is posted from now on."""
+        if self._placing is not None:
+            self._placing.end(self._request.sequence_id, self._request.generation)
+
+    async def _settle(self) -> None:
+        """What was posted has arrived, or never will. Raises ConnectionLost."""
+        if self._placing is not None:
+            with suppress(CarrierLost):  # its end is the best of promises
+                await self._placing.flush()
+
+    async def _give_up(self, error: KvProtoError) -> None:
         self.error = error
         key = (self._request.sequence_id, self._request.generation)
-        await self._peer.send(Abort(*key, code=ErrorCode.LOCAL, message=str(error)))
+        self._end()
+        await self._settle()
+        await self._peer.flushed()
+        await self._peer.send(Abort(*key, code=error.code, message=str(error)))
         await self._peer.send(AbortAck(*key))

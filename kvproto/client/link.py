@@ -10,6 +10,7 @@ import contextlib
 import secrets
 import ssl
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Final, Self
 
@@ -25,7 +26,7 @@ from kvproto.errors import (
 )
 from kvproto.geometry import KvGeometry
 from kvproto.handshake import Identity
-from kvproto.messages import Describe, Description, Error, Message
+from kvproto.messages import Attached, Describe, Description, Error, Message, Offer
 from kvproto.tcp import Peer, connect
 
 CONNECT_TIMEOUT_S: Final = 5.0
@@ -82,6 +83,7 @@ class Link:
         tls: context for TLS towards the worker.
         landing: where WRITEs go.
         on_stray: called for each message that no inbox awaits.
+        on_carrier: called for OFFER and ATTACHED.
         timeout_s: for connecting and the handshake, and for the answer to DESCRIBE.
 
     Entering raises what ``tcp.connect`` raises.
@@ -96,6 +98,7 @@ class Link:
         tls: ssl.SSLContext | None = None,
         landing: Landing | None = None,
         on_stray: Callable[[Message], None] = lambda _message: None,
+        on_carrier: Callable[[Offer | Attached], None] = lambda _message: None,
         timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
         self._address = (host, port)
@@ -103,6 +106,7 @@ class Link:
         self._tls = tls
         self._landing = landing
         self._on_stray = on_stray
+        self._on_carrier = on_carrier
         self._timeout_s = timeout_s
         self._inboxes: dict[str, Inbox] = {}
         self._peer: Peer | None = None
@@ -110,6 +114,10 @@ class Link:
         self._error: KvProtoError | None = None
         self._description: Description | None = None
         self._describing = asyncio.Lock()
+
+    def say_carriers(self, *carriers: str) -> None:
+        """What HELLO says that this side can use, best first; before entering."""
+        self._identity = replace(self._identity, carriers=carriers)
 
     async def __aenter__(self) -> Self:
         self._peer = await connect(
@@ -201,6 +209,9 @@ class Link:
             inbox.end(error)
 
     def _route(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Offer | Attached):
+            self._on_carrier(message)
+            return
         inbox = self._inboxes.get(getattr(message, "sequence_id", ""))
         if inbox is None:
             with contextlib.suppress(KvProtoError):

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,11 @@ from decode_svc.metrics import DecodeMetrics
 from decode_svc.path import PathChooser
 from decode_svc.prefill_peers import PrefillPeers
 from decode_svc.quarantine import Quarantine
+from decode_svc.sender_paths import SenderPaths
 from decode_svc.server import DecodeServer
 from kvengine.engine import Engine
 from kvproto.blocks import BlockPool
+from kvproto.carrier import CarrierHost
 from kvproto.convert import RowConverter
 from kvproto.description import describe
 from kvproto.handshake import Identity
@@ -119,12 +121,15 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
     """Start a decode worker on an engine, with settings."""
 
     @asynccontextmanager
-    async def start(engine: Engine, role: str = "router", **settings: Any) -> AsyncIterator[Worker]:
+    async def start(
+        engine: Engine, role: str = "router", hosts: Sequence[CarrierHost] = (), **settings: Any
+    ) -> AsyncIterator[Worker]:
         settings.setdefault("max_lanes", 1)
         config = DecodeConfig(model=Path("tiny"), instance_id="decode-under-test", **settings)
         facts = engine.facts.facts()
         metrics = DecodeMetrics()
-        identity = Identity(role="decode", instance_id=config.instance_id, facts=facts)
+        carriers = (*(host.carrier for host in hosts), "tcp")
+        identity = Identity("decode", config.instance_id, facts, carriers=carriers)
         blocks = BlockPool(engine.num_blocks)
         layout, region = engine.kv_pool.layout, engine.kv_pool.region
         leases = LeaseTable(layout, region, blocks, converter=RowConverter())
@@ -138,8 +143,8 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
             boxes,
             quarantine,
             metrics,
-            host=None,
-            is_mapped_only=False,
+            hosts=hosts,
+            only="",
             new_generation=new_generation,
             min_bandwidth=config.min_handoff_bandwidth,
             timeout_s=config.connect_timeout_s,
@@ -152,6 +157,7 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
             connect_timeout_s=config.connect_timeout_s,
             max_lanes=config.max_lanes,
         )
+        senders = SenderPaths((), metrics, timeout_s=config.connect_timeout_s)
         fetcher = Fetcher(
             peers,
             boxes,
@@ -159,6 +165,7 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
             blocks,
             quarantine,
             metrics,
+            senders=senders,
             new_generation=new_generation,
             wire_dtype="" if config.kv_wire_dtype == "pool" else config.kv_wire_dtype,
             stall_timeout_s=config.stall_timeout_s,
@@ -166,7 +173,7 @@ def start_worker() -> Callable[..., AbstractAsyncContextManager[Worker]]:
         )
         decoder = Decoder(engine, blocks, fetcher, config, metrics)
         description = describe(engine.facts.geometry, model="tiny", max_model_len=64)
-        server = DecodeServer(decoder, boxes, metrics, description=description)
+        server = DecodeServer(decoder, boxes, senders, metrics, description=description)
         listener = await serve(
             "127.0.0.1", 0, identity=identity, handler=Links(server.handle).handle, landing=leases
         )

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 
 from kvengine.engine import Engine
 from kvengine.span import Span
+from kvproto.carrier import KvWriter
 from kvproto.convert import WirePacker
 from kvproto.digest import RegionDigests
 from kvproto.errors import ErrorCode
+from kvproto.geometry import KvGeometry
 from kvproto.handshake import Identity
 from kvproto.messages import (
     Abort,
@@ -23,6 +25,7 @@ from kvproto.messages import (
 from kvproto.probe import answer_probe
 from kvproto.tcp import Peer, Server, serve
 from kvproto.tcp_link import Link, Links
+from tests.decode_svc.made_rdma import MadeHost, MadeWriter
 
 Behaviour = Callable[["FakePrefill", Link, Prefill], Awaitable[None]]
 
@@ -37,6 +40,7 @@ class FakePrefill:
     acks_aborts: bool = True
     answers_probes: str = "truly"  # "truly", "not at all", "refuses"
     takes_lanes: bool = True
+    made_rdma: MadeHost | None = None  # the decode worker's, if this fake reaches it
     seen: list[Message] = field(default_factory=list)
     server: Server | None = None
     num_connections: int = 0
@@ -49,7 +53,9 @@ class FakePrefill:
 
     async def start(self) -> None:
         """Listen."""
-        identity = Identity(role="prefill", instance_id=self.name, facts=self.engine.facts.facts())
+        carriers = ("tcp",) if self.made_rdma is None else (self.made_rdma.carrier, "tcp")
+        facts = self.engine.facts.facts()
+        identity = Identity("prefill", self.name, facts, carriers=carriers)
         handler = Links(self._handle).handle if self.takes_lanes else self._without_lanes
         self.server = await serve("127.0.0.1", 0, identity=identity, handler=handler)
 
@@ -82,10 +88,18 @@ class FakePrefill:
         key = (probe.sequence_id, probe.generation)
         if self.answers_probes == "truly":
             geometry = self.engine.facts.geometry
-            tasks.create_task(answer_probe(peer, peer.writer(geometry), geometry, probe))
+            writer = self.writer(peer, probe, geometry)
+            tasks.create_task(answer_probe(peer, writer, geometry, probe))
         elif self.answers_probes == "refuses":
             await peer.send(Abort(*key, code=ErrorCode.OVERLOADED, message="no probes here"))
             await peer.send(AbortAck(*key))
+
+    def writer(self, peer: Link, request: Prefill | Probe, wire: KvGeometry) -> KvWriter:
+        """Over the carrier that was asked for."""
+        if request.carrier in ("", "tcp"):
+            return peer.writer(wire)
+        assert self.made_rdma is not None, request.carrier
+        return MadeWriter(self.made_rdma, peer, request)
 
     def count(self, kind: type[Message]) -> int:
         """How many messages of a kind came."""
@@ -100,7 +114,7 @@ class FakePrefill:
         self.engine.forward([Span(list(request.tokens), 0, blocks, needs_logits=False)])
         wire = geometry.as_wire(request.dtype)
         packer = WirePacker(geometry, wire)
-        writer = peer.writer(wire)
+        writer = self.writer(peer, request, wire)
         digests = RegionDigests(wire)
         await peer.send(Started(request.sequence_id, request.generation, queue_s=0.0))
         for layer in range(geometry.num_layers if num_layers is None else num_layers):
@@ -164,6 +178,17 @@ async def refuses(fake: FakePrefill, peer: Link, request: Prefill) -> None:
     """Overloaded."""
     key = (request.sequence_id, request.generation)
     await peer.send(Abort(*key, code=ErrorCode.OVERLOADED, message="too much to do"))
+    await peer.send(AbortAck(*key))
+
+
+async def loses_its_carrier(fake: FakePrefill, peer: Link, request: Prefill) -> None:
+    """Half the layers, then the device fails; by TCP all is well."""
+    if not request.carrier:
+        await good(fake, peer, request)
+        return
+    await fake.push(peer, request, num_layers=2)
+    key = (request.sequence_id, request.generation)
+    await peer.send(Abort(*key, code=ErrorCode.CARRIER_LOST, message="retries exceeded"))
     await peer.send(AbortAck(*key))
 
 

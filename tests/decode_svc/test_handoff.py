@@ -1,6 +1,8 @@
 """A decode worker against prefill workers that fail in every way: typed end, no block lost."""
 
 import asyncio
+import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -11,12 +13,15 @@ from decode_svc.letter_box import LetterBoxes
 from decode_svc.metrics import DecodeMetrics
 from decode_svc.prefill_peers import PrefillPeers
 from decode_svc.quarantine import Quarantine
+from decode_svc.sender_paths import SenderPaths
 from kvproto.blocks import BlockPool
 from kvproto.errors import ErrorCode
 from kvproto.lease import LeaseTable
-from kvproto.messages import Abort, CommitAck, Prefill, PrefillWorker
+from kvproto.messages import Abort, AbortAck, CommitAck, Prefill, PrefillWorker
+from kvproto.tcp_link import Link
 from tests.decode_svc import fake_prefill
-from tests.decode_svc.fake_prefill import Behaviour
+from tests.decode_svc.fake_prefill import Behaviour, FakePrefill
+from tests.decode_svc.made_rdma import MadeHost
 from tests.reference import greedy_reference
 
 _PROMPT = [(5 * i + 1) % 256 for i in range(50)]
@@ -217,6 +222,7 @@ async def test_a_sequence_given_up_while_connecting_asks_for_nothing(load_engine
         blocks,
         Quarantine(leases),
         DecodeMetrics(),
+        senders=SenderPaths((), DecodeMetrics(), timeout_s=1.0),
         new_generation=lambda: 1,
         stall_timeout_s=1.0,
         abort_timeout_s=1.0,
@@ -344,4 +350,182 @@ async def test_a_path_is_used_unmeasured_where_no_block_is_free_for_it(
         assert path["carrier"] == "tcp"
         assert path["bandwidth_bytes_per_s"] is None
         worker.blocks.free(held, "held")
+        await worker.assert_nothing_is_left()
+
+
+# -- a carrier that writes into our memory, with keys ----------------------------------------------
+
+
+@pytest.fixture
+def make_rdma(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeHost]:
+    """For an engine; however fast it is here, it is not given up for TCP."""
+    monkeypatch.setattr("decode_svc.path._TCP_MIN_GAIN", math.inf)
+
+    def make(engine: Any, **options: Any) -> MadeHost:
+        return MadeHost(engine.kv_pool.layout, engine.kv_pool.region, **options)
+
+    return make
+
+
+async def test_keys_are_open_from_before_prefill_to_the_end_of_the_lease(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int], make_rdma: Any
+) -> None:
+    engine = load_engine()
+    host = make_rdma(engine)
+    seen: list[tuple[list[int], set[int]]] = []
+
+    async def watching(fake: FakePrefill, peer: Link, request: Prefill) -> None:
+        seen.append((request.keys, set(host.open_keys)))
+        await fake_prefill.good(fake, peer, request)
+
+    fake = await fake_worker("good", watching, made_rdma=host)
+    async with start_worker(engine, hosts=[host]) as worker:
+        for sequence_id in "st":
+            await worker.generate(sequence_id, _PROMPT, [fake.address])
+            outcome = (await worker.outcomes(1))[sequence_id]
+            assert outcome.tokens == expected
+            assert outcome.finished.timings["carrier"] == "rdma"
+            assert host.open_keys == set()
+        [(keys, opened), (other_keys, others_opened)] = seen
+        assert keys
+        assert set(keys) == opened
+        assert set(other_keys) == others_opened
+        assert keys != other_keys, "each lease has its own"
+        assert len(host.attachments) == 1
+        assert not host.attachments[0].is_gone
+        await worker.assert_nothing_is_left()
+    assert host.attachments[0].is_gone, "the connection has ended"
+
+
+async def test_keys_are_closed_once_the_writer_has_confirmed_its_abort(
+    load_engine: Any, start_worker: Any, fake_worker: Any, make_rdma: Any
+) -> None:
+    engine = load_engine()
+    host = make_rdma(engine)
+    fake = await fake_worker("slow", fake_prefill.stalls_in_the_middle, made_rdma=host)
+    async with start_worker(engine, hosts=[host], stall_timeout_s=0.3) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.finished.code == ErrorCode.PREFILL_UNAVAILABLE
+        assert fake.count(Prefill) == 1
+        assert host.open_keys == set()
+        assert not host.attachments[0].is_gone, "a promise was enough"
+        await worker.assert_nothing_is_left()
+
+
+async def test_a_writer_that_confirms_nothing_is_cut_off_and_its_blocks_are_free(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int], make_rdma: Any
+) -> None:
+    engine = load_engine()
+    host = make_rdma(engine)
+    deaf = await fake_worker(
+        "deaf", fake_prefill.stalls_in_the_middle, acks_aborts=False, made_rdma=host
+    )
+    good = await fake_worker("good", fake_prefill.good)
+    async with start_worker(
+        engine, hosts=[host], stall_timeout_s=0.3, abort_timeout_s=0.3
+    ) as worker:
+        await worker.generate("s", _PROMPT, [deaf.address, good.address])
+        assert (await worker.outcomes(1))["s"].tokens == expected
+        assert host.attachments[0].is_gone
+        assert host.open_keys == set()
+        await worker.assert_nothing_is_left()
+
+
+async def test_a_worker_whose_carrier_broke_is_asked_once_more(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int], make_rdma: Any
+) -> None:
+    engine = load_engine()
+    host = make_rdma(engine, max_attached=1)
+    fake = await fake_worker("p", fake_prefill.loses_its_carrier, made_rdma=host)
+    async with start_worker(engine, hosts=[host]) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == expected, outcome.finished.message
+        assert outcome.finished.timings["carrier"] == "tcp"
+        assert fake.count(Prefill) == fake.num_connections == 2
+        assert host.attachments[0].is_gone
+        [path] = worker.peers.stats().values()
+        assert path["passed_over"] == {"rdma": "the link is down"}
+        await worker.assert_nothing_is_left()
+
+
+async def test_a_worker_whose_carrier_breaks_again_is_left_for_the_next_one(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int], make_rdma: Any
+) -> None:
+    engine = load_engine()
+    host = make_rdma(engine)
+    bad = await fake_worker("bad", fake_prefill.loses_its_carrier, made_rdma=host)
+    good = await fake_worker("good", fake_prefill.good)
+    async with start_worker(engine, hosts=[host]) as worker:
+        await worker.generate("s", _PROMPT, [bad.address, good.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == expected
+        assert outcome.finished.timings["prefill_worker"] == "good"
+        assert bad.count(Prefill) == bad.num_connections == 2
+        assert [attachment.is_gone for attachment in host.attachments] == [True, True]
+        await worker.assert_nothing_is_left()
+
+
+async def test_every_handoff_of_a_broken_carrier_is_asked_once_more(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int], make_rdma: Any
+) -> None:
+    """One of them finds that it broke; the others see no more than the end of their connection."""
+    engine = load_engine()
+    host = make_rdma(engine, max_attached=1)
+    num_asked = 0
+    all_asked = asyncio.Event()
+
+    async def breaks_for_one(fake: FakePrefill, peer: Link, request: Prefill) -> None:
+        nonlocal num_asked
+        if not request.carrier:
+            await fake_prefill.good(fake, peer, request)
+            return
+        num_asked += 1
+        if num_asked == 4:
+            all_asked.set()
+        await all_asked.wait()
+        if request.sequence_id == "s2":
+            await fake_prefill.loses_its_carrier(fake, peer, request)
+
+    fake = await fake_worker("p", breaks_for_one, made_rdma=host)
+    async with start_worker(engine, hosts=[host]) as worker:
+        for index in range(4):
+            await worker.generate(f"s{index}", _PROMPT, [fake.address])
+        for outcome in (await worker.outcomes(4)).values():
+            assert outcome.tokens == expected, outcome.finished.message
+        assert fake.num_connections == 2
+        assert fake.count(Prefill) == 8
+        await worker.assert_nothing_is_left()
+
+
+async def test_keys_that_cannot_be_opened_end_the_attempt_before_anybody_is_asked(
+    load_engine: Any, start_worker: Any, fake_worker: Any, expected: list[int], make_rdma: Any
+) -> None:
+    engine = load_engine()
+    host = make_rdma(engine, max_attached=1, num_keys_left=3)  # the three probes
+    fake = await fake_worker("p", fake_prefill.good, made_rdma=host)
+    async with start_worker(engine, hosts=[host]) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.tokens == expected, outcome.finished.message
+        assert outcome.finished.timings["carrier"] == "tcp"
+        assert fake.count(Prefill) == 1
+        await worker.assert_nothing_is_left()
+
+
+async def test_a_worker_that_speaks_of_a_lost_carrier_on_tcp_is_not_asked_again(
+    load_engine: Any, start_worker: Any, fake_worker: Any
+) -> None:
+    async def confused(fake: FakePrefill, peer: Link, request: Prefill) -> None:
+        key = (request.sequence_id, request.generation)
+        await peer.send(Abort(*key, code=ErrorCode.CARRIER_LOST, message="which one?"))
+        await peer.send(AbortAck(*key))
+
+    fake = await fake_worker("p", confused)
+    async with start_worker(load_engine()) as worker:
+        await worker.generate("s", _PROMPT, [fake.address])
+        outcome = (await worker.outcomes(1))["s"]
+        assert outcome.finished.code == ErrorCode.PREFILL_UNAVAILABLE
+        assert fake.count(Prefill) == 1
         await worker.assert_nothing_is_left()

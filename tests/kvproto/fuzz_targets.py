@@ -85,6 +85,7 @@ from kvproto.messages import (
     Prefill,
     PrefillWorker,
     Probe,
+    QueuePairFacts,
     Register,
     Registered,
     Renew,
@@ -137,8 +138,12 @@ EXAMPLES: Final[tuple[Message, ...]] = (
     Placed("s", 1, "a", 0, 2),
     Heartbeat("s", 1),
     Offer("mapped", b"n" * 32),
+    Offer("rdma", b"n" * 32, [QueuePairFacts("::ffff:10.0.0.1", 17, 5, 1024)], 1, 8, 16, 4096, 9),
     Attached("mapped", b"n" * 32, "it is not there"),
+    Attached("rdma", b"n" * 32, "", [QueuePairFacts("fe80::1", 18, 6, 4096)], 1),
     Probe("s", 1, 8, "mapped", [0, 1]),
+    Probe("s", 1, 8, "rdma", [0, 1], [7, 8]),
+    Prefill("s", 1, [1, 2, 3], 1.0, "rdma", [0], keys=[7]),
 )
 
 

@@ -14,7 +14,7 @@ from kvproto.geometry import KvGeometry, Layer, PoolLayout, Region
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
 from kvproto.mapped import MappedAttachment, MappedWriter, answer_offer
-from kvproto.mapped_host import MappedHost
+from kvproto.mapped_host import Attachment, MappedHost
 from kvproto.messages import Attached, Commit, Message, Offer
 from kvproto.region import Region as MappedRegion
 from kvproto.tcp import Peer, connect, serve
@@ -102,7 +102,9 @@ class Owner:
             "decode", instance_id, layout.geometry.facts(), carriers=("mapped", "tcp")
         )
         self.peers: asyncio.Queue[Peer] = asyncio.Queue()
-        self.peer: Peer | None = None  # of ``attached_pair``
+        # Of ``attached_pair``.
+        self.peer: Peer | None = None
+        self.attachment: Attachment | None = None
         self.letters: dict[tuple[str, int], asyncio.Queue[Message]] = {}
         self.generations = itertools.count(1)
 
@@ -217,7 +219,7 @@ async def attached_pair(
     async with Owner(layout, directory).serving() as owner:
         writer = await Writer.dial(owner)
         owner.peer = await owner.peers.get()
-        attachment = await owner.host.attach(owner.peer)
+        owner.attachment = attachment = await owner.host.attach(owner.peer)
         assert writer.attachment is not None
         mapped = MappedWriter(writer.peer, writer.attachment, **writer_settings)
         try:

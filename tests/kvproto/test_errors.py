@@ -40,6 +40,7 @@ def test_codes_are_append_only():
         "UNEXPECTED_MESSAGE": 21,
         "CONNECTION_LOST": 22,
         "LOCAL": 23,
+        "CARRIER_LOST": 24,
     }
 
 

@@ -12,6 +12,7 @@ import kvproto
 FOLDER = Path(kvproto.__file__).parent
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 CLIENT = sorted(path.stem for path in (FOLDER / "client").glob("*.py") if path.stem != "__init__")
+RDMA = sorted(path.stem for path in (FOLDER / "rdma").glob("*.py") if path.stem != "__init__")
 CARRIERS = {"tcp", "tcp_driver", "tcp_peer", "tcp_server", "tcp_link", "tls_stream", "announce"}
 # Memory shared on one host, and the proof of a path.
 MAPPED = {"region", "socket_directory", "mapped", "mapped_host", "probe"}
@@ -98,7 +99,7 @@ def test_everything_imports_without_torch_and_numpy():
 import importlib, sys
 for name in ("torch", "numpy", "transformers", "pyverbs"):
     sys.modules[name] = None
-for module in {sorted(set(MODULES) - ARRAYS - FILES)!r}:
+for module in {sorted(set(MODULES) - ARRAYS - FILES) + [f"rdma.{name}" for name in RDMA]!r}:
     importlib.import_module("kvproto." + module)
 """
     )
@@ -163,6 +164,19 @@ def test_every_struct_format_says_its_byte_order(module):
             assert node.args[0].value[0] in "<>", f"{module}.py:{node.lineno}"
 
 
+@pytest.mark.parametrize("module", RDMA)
+def test_pyverbs_is_imported_when_rdma_is_asked_for_and_in_one_place(module):
+    tree = ast.parse((FOLDER / "rdma" / f"{module}.py").read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            name = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+            root = name.split(".")[0]
+            is_pyverbs = module == "verbs" and root == "pyverbs"
+            assert is_pyverbs or root in {"kvproto", *sys.stdlib_module_names} - UNSAFE
+            # In a function, so that importing the module needs no pyverbs.
+            assert (node.col_offset > 0) is is_pyverbs, f"{module}.py:{node.lineno}"
+
+
 @pytest.mark.parametrize("module", CLIENT)
 def test_clients_import_the_standard_library_numpy_and_the_protocol(module):
     tree = ast.parse((FOLDER / "client" / f"{module}.py").read_text("utf-8"))
@@ -179,4 +193,6 @@ def test_the_tests_mirror_the_modules():
     assert set(MODULES) - tests == set()
     folder = Path(__file__).parent / "client"
     tests = {path.stem.removeprefix("test_") for path in folder.glob("test_*.py")}
+    # These need a device: tests/rdma/test_clients.py.
+    tests |= {"rdma_device", "rdma_receiver", "rdma_sender"}
     assert set(CLIENT) - tests == set()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvproto import probe as probe_module
-from kvproto.errors import ConnectionLost, ErrorCode, LeaseError, PoolExhausted
+from kvproto.errors import CarrierLost, ConnectionLost, ErrorCode, LeaseError, PoolExhausted
 from kvproto.geometry import KvGeometry, PoolLayout
 from kvproto.messages import Abort, AbortAck, Commit, CommitAck, Probe
 from kvproto.probe import (
@@ -61,7 +61,7 @@ class ChangingPeer:
 def measuring(owner: Owner, peer, carrier: str, **settings):
     arguments = {
         "carrier": carrier,
-        "is_placed": carrier == "mapped",
+        "attachment": owner.attachment if carrier == "mapped" else None,
         "sequence_id": "probe",
         "new_generation": lambda: next(owner.generations),
         "open_letters": lambda *key: commits(owner, *key),
@@ -269,3 +269,75 @@ def test_patterns_differ_between_layers_and_probes():
     probes = [Probe("probe", generation, 3) for generation in (1, 2)]
     bodies = [bytes(body) for probe in probes for _, body in probe_module._pattern(LARGE, probe)]
     assert len(set(bodies)) == len(bodies) == 8
+
+
+class KeyedAttachment:
+    """Mapped memory with keys, of which nobody asks but this test; ``num_keys`` can be opened."""
+
+    def __init__(self, num_keys: int = 1000) -> None:
+        self.num_keys = num_keys
+        self.opened: list[list[int]] = []
+        self.closed: list[list[int]] = []
+        self.is_cancelled = False
+
+    async def open_keys(self) -> list[int]:
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+        if len(self.opened) >= self.num_keys:
+            raise CarrierLost("the device is gone")
+        self.opened.append([len(self.opened) + 1, 77])
+        return self.opened[-1]
+
+    def close_keys(self, keys: list[int]) -> None:
+        self.closed.append(keys)
+
+
+def noting_keys(owner):
+    """The keys of each PROBE that leaves."""
+    sent, send = [], owner.peer.send
+
+    async def noting(message, *arguments):
+        if isinstance(message, Probe):
+            sent.append(message.keys)
+        await send(message, *arguments)
+
+    owner.peer.send = noting
+    return sent
+
+
+def test_every_probe_has_keys_of_its_own_and_they_are_closed_behind_it(run, directory):
+    async def scenario():
+        async with probed(directory) as (owner, peer):
+            attachment, sent = KeyedAttachment(), noting_keys(owner)
+            await measuring(owner, peer, "mapped", attachment=attachment)
+            assert sent == attachment.opened == attachment.closed == [[1, 77], [2, 77], [3, 77]]
+
+    run(scenario())
+
+
+def test_keys_are_closed_behind_a_probe_that_fails(run, directory):
+    async def scenario():
+        async with probed(directory, change=lambda _: None) as (owner, peer):
+            attachment = KeyedAttachment()
+            with pytest.raises(ProbeFailed, match="no COMMIT"):
+                await measuring(owner, peer, "mapped", attachment=attachment, timeout_s=0.2)
+            assert attachment.opened == attachment.closed == [[1, 77]]
+
+    run(scenario())
+
+
+def test_keys_that_cannot_be_opened_end_the_probe_and_leave_no_lease(run, directory):
+    async def scenario():
+        async with probed(directory) as (owner, peer):
+            attachment, sent = KeyedAttachment(num_keys=1), noting_keys(owner)
+            with pytest.raises(ProbeFailed, match="the device is gone") as excinfo:
+                await measuring(owner, peer, "mapped", attachment=attachment)
+            assert (excinfo.value.code, excinfo.value.generation) == (ErrorCode.CARRIER_LOST, 0)
+            attachment.is_cancelled = True
+            with pytest.raises(asyncio.CancelledError):
+                await measuring(owner, peer, "mapped", attachment=attachment)
+            assert len(sent) == 1
+            assert owner.blocks.num_free_blocks == LAYOUT.num_blocks
+            assert owner.leases.stats()["num_leases"] == 0
+
+    run(scenario())

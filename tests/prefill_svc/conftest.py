@@ -22,6 +22,7 @@ from kvproto.tcp_link import Links
 from prefill_svc.config import PrefillConfig
 from prefill_svc.metrics import PrefillMetrics
 from prefill_svc.prefiller import Prefiller
+from prefill_svc.rdma_pool import RdmaPool
 from prefill_svc.server import PrefillServer
 
 _WAIT_S = 20.0
@@ -126,7 +127,7 @@ def start_worker(
 
     @asynccontextmanager
     async def start(
-        *, kv_pool_nbytes: int = _POOL_NBYTES, **settings: Any
+        *, kv_pool_nbytes: int = _POOL_NBYTES, rdma: RdmaPool | None = None, **settings: Any
     ) -> AsyncIterator[Worker]:
         engine = load_engine(kv_pool_nbytes)
         config = PrefillConfig(model=Path("tiny"), instance_id="prefill-under-test", **settings)
@@ -138,6 +139,7 @@ def start_worker(
             geometry=engine.facts.geometry,
             description=describe(engine.facts.geometry, model="tiny", max_model_len=4096),
             config=config,
+            rdma=rdma or RdmaPool(config),
         )
         facts = engine.facts.facts()
         identity = Identity(role="prefill", instance_id=config.instance_id, facts=facts)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvproto.errors import ConnectionLost, ErrorCode
+from kvproto.errors import CarrierLost, ConnectionLost, ErrorCode
 from kvproto.messages import Abort, AbortAck, Commit, Prefill
 from prefill_svc.job import Job, JobEvent, JobState
 from prefill_svc.push import Finish, GiveUp, LayerWrite, Pusher
@@ -44,13 +44,19 @@ class _Writer:
         self.num_writes = 0
         self.flushing = asyncio.Event()
         self.may_flush = asyncio.Event()
+        self.write_fault: Exception | None = None
+        self.flush_fault: Exception | None = None
 
     async def write(self, *_: object) -> None:
+        if self.write_fault is not None:
+            raise self.write_fault
         self.num_writes += 1
 
     async def flush(self) -> None:
         self.flushing.set()
         await self.may_flush.wait()
+        if self.flush_fault is not None:
+            raise self.flush_fault
 
 
 class _Bench:
@@ -59,14 +65,14 @@ class _Bench:
     def __init__(self) -> None:
         self.peer, self.writer = _Peer(), _Writer()
         self.released: list[Job] = []
-        self.failures: list[tuple[Job, str]] = []
+        self.failures: list[tuple[Job, ErrorCode, str]] = []
         self.pusher = Pusher(
             cast("Any", self.peer),
             max_items=8,
             stall_items=2,
             ack_timeout_s=5.0,
             on_drained=lambda: None,
-            on_failed=lambda job, reason: self.failures.append((job, reason)),
+            on_failed=self._failed,
         )
         request = Prefill("s", 1, tokens=[1, 2], timeout_s=1.0)
         self.job = Job(
@@ -78,6 +84,13 @@ class _Bench:
             on_release=self.released.append,
             state=JobState.PUSHING,
         )
+
+    def _failed(self, job: Job, code: ErrorCode, reason: str) -> None:
+        """As the prefiller does."""
+        self.failures.append((job, code, reason))
+        job.give_up_code, job.give_up_reason = code, reason
+        self.pusher.put_nowait(GiveUp(job))
+        job.advance(JobEvent.GIVEN_UP)
 
     def _transfer(self, request: Prefill) -> Transfer:
         peer = SimpleNamespace(remote=SimpleNamespace(facts={}), writer=lambda _: self.writer)
@@ -169,3 +182,53 @@ async def test_what_was_queued_is_dropped_with_the_connection(bench: _Bench) -> 
     bench.pusher.discard()
     assert bench.released == [bench.job]
     assert bench.pusher.stats()["num_items"] == 0
+
+
+async def _released(bench: _Bench) -> None:
+    running = asyncio.create_task(bench.pusher.run())
+    async with asyncio.timeout(5):
+        while not bench.released:
+            await asyncio.sleep(0)
+    assert not running.done(), "messages still pass, and the other prompts may use another carrier"
+    running.cancel()
+
+
+async def test_a_carrier_that_breaks_while_writing_fails_its_prompt_alone(bench: _Bench) -> None:
+    bench.writer.write_fault = CarrierLost("retries exceeded")
+    bench.writer.flush_fault = CarrierLost("it had failed before")
+    bench.writer.may_flush.set()
+    for _ in range(3):
+        bench.pusher.put_nowait(bench.layer_write())
+    await _released(bench)
+    assert bench.failures == [(bench.job, ErrorCode.CARRIER_LOST, "retries exceeded")]
+    assert bench.peer.sent == [
+        Abort("s", 1, code=ErrorCode.CARRIER_LOST, message="retries exceeded"),
+        AbortAck("s", 1),
+    ]
+    assert not bench.peer.is_aborted
+
+
+async def test_a_carrier_that_breaks_before_the_commit_commits_nothing(bench: _Bench) -> None:
+    bench.writer.flush_fault = CarrierLost("retries exceeded")
+    bench.writer.may_flush.set()
+    bench.pusher.put_nowait(bench.layer_write())
+    bench.pusher.put_nowait(Finish(bench.job))
+    await _released(bench)
+    assert bench.writer.num_writes == 1
+    assert [code for _, code, _ in bench.failures] == [ErrorCode.CARRIER_LOST]
+    assert [type(message) for message in bench.peer.sent] == [Abort, AbortAck]
+
+
+async def test_the_promise_of_an_abort_waits_for_the_end_of_the_carrier(bench: _Bench) -> None:
+    """What was posted may still be written until then."""
+    bench.writer.write_fault = bench.writer.flush_fault = CarrierLost("retries exceeded")
+    running = asyncio.create_task(bench.pusher.run())
+    bench.pusher.put_nowait(bench.layer_write())
+    async with asyncio.timeout(5):
+        await bench.writer.flushing.wait()
+        assert bench.peer.sent == []
+        bench.writer.may_flush.set()
+        while len(bench.peer.sent) < 2:
+            await asyncio.sleep(0)
+    assert isinstance(bench.peer.sent[-1], AbortAck)
+    running.cancel()

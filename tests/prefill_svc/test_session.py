@@ -1,18 +1,19 @@
 """One connection of a prefill worker: probes, mapped memory, forms of KV, descriptions."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvproto.blocks import BlockPool
 from kvproto.convert import RowConverter
 from kvproto.description import described_geometry
-from kvproto.errors import ErrorCode
+from kvproto.errors import CarrierLost, ErrorCode
+from kvproto.geometry import KvGeometry
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable, Part
 from kvproto.mapped_host import Attachment, MappedHost
@@ -33,6 +34,7 @@ from kvproto.messages import (
 )
 from kvproto.region import Region
 from kvproto.tcp import Peer, connect
+from prefill_svc.rdma_pool import RdmaPool
 from tests.prefill_svc.conftest import Decode
 
 _PROMPT = [(7 * i + 3) % 256 for i in range(100)]
@@ -305,3 +307,177 @@ async def test_an_asker_may_do_without_digests(start_worker: Any, is_unchecked: 
         assert bool(commit.digests) is not is_unchecked
         assert decode.leases.commit(commit)
         await decode.peer.send(CommitAck("s", 1))
+
+
+# -- several carriers ------------------------------------------------------------------------------
+
+
+class _MadeWriter:
+    """A writer by "rdma" that notes what it is asked, and breaks when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.is_broken = False
+        self.num_flushes = 0
+
+    def begin(
+        self,
+        sequence_id: str,
+        generation: int,
+        block_table: Sequence[int],
+        num_tokens: int,
+        *,
+        keys: Sequence[int] = (),
+        is_checked: bool = True,
+    ) -> None:
+        self.calls.append(("begin", sequence_id, generation, list(block_table), list(keys)))
+
+    def end(self, sequence_id: str, generation: int) -> None:
+        self.calls.append(("end", sequence_id, generation))
+
+    async def write(self, *_: object) -> None:
+        if self.is_broken:
+            raise CarrierLost("retries exceeded")
+
+    async def flush(self) -> None:
+        self.num_flushes += 1
+        if self.is_broken:
+            raise CarrierLost("retries exceeded")
+
+    async def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class _MadePool:
+    """A prefill worker's end of RDMA; answers each offer by one writer, or by a reason."""
+
+    is_open = True
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+        self.writer = _MadeWriter()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.num_offers = 0
+
+    async def answer(self, peer: Peer, offer: Offer, _geometry: KvGeometry) -> _MadeWriter | None:
+        self.num_offers += 1
+        await self.may_answer.wait()
+        await peer.send(Attached(offer.carrier, offer.nonce, self.reason))
+        return None if self.reason else self.writer
+
+
+async def test_offers_of_several_carriers_come_one_after_the_other(
+    start_worker: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "sockets"
+    rdma = _MadePool()
+    async with (
+        start_worker(mapped_dir=folder, rdma=cast("RdmaPool", rdma)) as worker,
+        _owner(worker, folder) as owner,
+    ):
+        await owner.peer.send(Offer("rdma", b"n" * 32))
+        assert (await _next(owner)).nonce == b"n" * 32
+        # Both are open: each probe names one.
+        await owner.attach()
+        await owner.peer.send(Probe("p", 1, 40, "rdma", [1, 2, 3], [7]))
+        assert isinstance(await _next(owner), Commit)
+        assert rdma.writer.calls[0] == ("begin", "p", 1, [1, 2, 3], [7])
+        table = owner.blocks.allocate("p", 3)
+        owner.leases.grant("p", 2, table, 40, is_placed=True)
+        await owner.peer.send(Probe("p", 2, 40, carrier="mapped", block_table=table))
+        commit = await _next(owner)
+        assert isinstance(commit, Commit)
+        assert owner.leases.commit(commit)
+        assert ("begin", "p", 2, table, []) not in rdma.writer.calls
+    assert rdma.writer.calls[-1] == ("close",)
+
+
+async def _next(owner: _Owner) -> Any:
+    """The next message that is not about a single write."""
+    async with asyncio.timeout(10):
+        while (message := await owner.peer.receive()).__class__.__name__ in ("Placed", "Write"):
+            pass
+    return message
+
+
+@pytest.mark.parametrize("reason", ["", "the device is gone"])
+async def test_a_second_offer_of_the_same_carrier_is_refused(
+    start_worker: Any, reason: str
+) -> None:
+    rdma = _MadePool(reason)
+    async with start_worker(rdma=cast("RdmaPool", rdma)) as worker:
+        decode = await worker.connect()
+        await decode.peer.send(Offer("rdma", bytes(32)))
+        assert (await decode.receive(Attached)).reason == reason
+        await decode.peer.send(Offer("rdma", bytes(32)))
+        error = await decode.receive(Error)
+        assert error.code == ErrorCode.UNEXPECTED_MESSAGE
+        assert "one OFFER of each carrier" in error.message
+        assert rdma.num_offers == 1
+
+
+async def test_an_offer_while_another_is_being_answered_is_refused(start_worker: Any) -> None:
+    rdma = _MadePool()
+    rdma.may_answer.clear()
+    async with start_worker(rdma=cast("RdmaPool", rdma)) as worker:
+        decode = await worker.connect()
+        await decode.peer.send(Offer("rdma", bytes(32)))
+        await decode.peer.send(Offer("mapped", bytes(32)))
+        error = await decode.receive(Error)
+        assert error.code == ErrorCode.UNEXPECTED_MESSAGE
+        assert "one after the other" in error.message
+        assert rdma.num_offers == 1
+
+
+async def test_an_offer_of_rdma_to_a_worker_without_it_is_answered_by_a_reason(
+    start_worker: Any,
+) -> None:
+    async with start_worker() as worker:
+        decode = await worker.connect()
+        await decode.peer.send(Offer("rdma", bytes(32)))
+        assert "no carrier 'rdma'" in (await decode.receive(Attached)).reason
+
+
+async def test_a_carrier_that_breaks_under_a_probe_is_told_once_it_has_ended(
+    start_worker: Any,
+) -> None:
+    rdma = _MadePool()
+    async with start_worker(rdma=cast("RdmaPool", rdma)) as worker:
+        decode = await worker.connect()
+        await decode.peer.send(Offer("rdma", bytes(32)))
+        await decode.receive(Attached)
+        rdma.writer.is_broken = True
+        await decode.peer.send(Probe("p", 1, 40, "rdma", [1, 2, 3], [7]))
+        abort = await decode.receive(Abort)
+        assert (abort.code, abort.message) == (ErrorCode.CARRIER_LOST, "retries exceeded")
+        await decode.receive(AbortAck)
+        assert rdma.writer.num_flushes == 1
+        # Messages still pass, and TCP serves on.
+        await decode.peer.send(await _grant_probe(decode, 2))
+        assert decode.leases.commit(await decode.receive(Commit))
+
+
+async def test_a_prompt_whose_carrier_breaks_is_aborted_with_its_code(start_worker: Any) -> None:
+    rdma = _MadePool()
+    rdma.writer.is_broken = True
+    async with start_worker(rdma=cast("RdmaPool", rdma)) as worker:
+        decode = await worker.connect()
+        await decode.peer.send(Offer("rdma", bytes(32)))
+        await decode.receive(Attached)
+        await decode.peer.send(
+            Prefill(
+                "s",
+                1,
+                tokens=_PROMPT,
+                timeout_s=15.0,
+                carrier="rdma",
+                block_table=list(range(7)),
+                keys=[7],
+            )
+        )
+        abort = await decode.receive(Abort)
+        assert (abort.code, abort.message) == (ErrorCode.CARRIER_LOST, "retries exceeded")
+        await decode.receive(AbortAck)
+        assert rdma.writer.calls[0] == ("begin", "s", 1, list(range(7)), [7])
+        await worker.assert_nothing_is_left()

@@ -10,7 +10,6 @@ import pytest
 from kvproto.digest import RegionDigests
 from kvproto.errors import ConversionError, ErrorCode, LeaseError
 from kvproto.geometry import KvGeometry
-from kvproto.mapped import MappedWriter
 from kvproto.messages import Prefill
 from kvproto.tcp_link import Link
 from prefill_svc.errors import PromptRefused
@@ -46,14 +45,14 @@ def writer() -> _Writer:
 
 def _open(
     asker_dtype: str = "",
-    mapped: MappedWriter | None = None,
+    placing: dict[str, Any] | None = None,
     writer: _Writer | None = None,
     **options: Any,
 ) -> Transfer:
     request = Prefill("s", 7, tokens=_TOKENS, timeout_s=1.0, **options)
     facts = {"dtype": asker_dtype} if asker_dtype else {}
     peer = SimpleNamespace(remote=SimpleNamespace(facts=facts), writer=lambda _: writer)
-    return Transfer(request, _GEOMETRY, cast("Link", peer), mapped)
+    return Transfer(request, _GEOMETRY, cast("Link", peer), placing)
 
 
 def _floats(values: Sequence[float]) -> memoryview:
@@ -125,8 +124,8 @@ def test_a_carrier_that_is_not_open_is_refused() -> None:
         _open(carrier="mapped")
 
 
-class _Mapped:
-    """Stands for a writer into mapped memory: remembers what was begun and ended."""
+class _Placing:
+    """Stands for a writer into the asker's memory: remembers what was begun and ended."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -140,18 +139,27 @@ class _Mapped:
         self.calls.append(("end", args))
 
 
-def test_mapped_memory_is_begun_with_the_blocks_of_the_request_and_ended() -> None:
-    mapped = _Mapped()
-    transfer = _open(mapped=cast("MappedWriter", mapped), carrier="mapped", block_table=[4, 2])
+@pytest.mark.parametrize("carrier", ["mapped", "rdma"])
+def test_the_carrier_is_begun_with_the_blocks_and_keys_of_the_request_and_ended(
+    carrier: str,
+) -> None:
+    mapped, rdma = _Placing(), _Placing()
+    placing = {"mapped": mapped, "rdma": rdma}
+    transfer = _open(placing=placing, carrier=carrier, block_table=[4, 2], keys=[7])
     transfer.end()
-    assert mapped.calls == [("begin", ("s", 7, [4, 2], 3), {"is_checked": True}), ("end", ("s", 7))]
+    assert placing.pop(carrier).calls == [
+        ("begin", ("s", 7, [4, 2], 3), {"keys": [7], "is_checked": True}),
+        ("end", ("s", 7)),
+    ]
+    [other] = placing.values()
+    assert other.calls == []
 
 
 @pytest.mark.parametrize(
     ("options", "code"),
     [({"block_table": [99]}, ErrorCode.LEASE), ({"dtype": "float16"}, ErrorCode.MALFORMED)],
 )
-def test_mapped_memory_that_cannot_be_written_is_refused(options: Any, code: ErrorCode) -> None:
+def test_memory_that_cannot_be_written_is_refused(options: Any, code: ErrorCode) -> None:
     with pytest.raises(PromptRefused) as caught:
-        _open(mapped=cast("MappedWriter", _Mapped()), carrier="mapped", **options)
+        _open(placing={"rdma": _Placing()}, carrier="rdma", **options)
     assert caught.value.code == code

@@ -25,6 +25,7 @@ from kvproto.messages import (
     Describe,
     Finished,
     Generate,
+    Offer,
     Prefill,
     Tokens,
 )
@@ -91,15 +92,24 @@ class FakePrefill:
                         )
                     case CommitAck():
                         self.acknowledged.append(message.sequence_id)
+                    case Offer():
+                        self.offered(peer, message)
                     case Abort():
                         self.aborted.append(message)
                         task = self.tasks[message.generation]
                         task.cancel()
                         await asyncio.wait([task])
+                        await self.settle(message)
                         if self.confirms_aborts:
                             await peer.send(AbortAck(message.sequence_id, message.generation))
         for task in self.tasks.values():
             task.cancel()
+
+    def offered(self, peer: Peer, offer: Offer) -> None:
+        """A client offers its memory. TCP needs none."""
+
+    async def settle(self, abort: Abort) -> None:
+        """Nothing of an aborted transfer is under way when this returns. TCP keeps the order."""
 
     async def send(self, peer: Peer, request: Prefill) -> None:
         cache = computed(self.geometry, request.tokens)

@@ -170,7 +170,7 @@ async def test_large_layers_travel_in_several_writes(start_worker, fake_decode):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"carrier": "rdma"}, "a client writes over TCP, not over 'rdma'"),
+        ({"carrier": "rdma"}, "this client does not write over 'rdma'"),
         ({"dtype": "float8_e5m2"}, "cannot convert KV from float32 to float8_e5m2"),
         ({"first_head": 1, "num_heads": 2}, r"heads 1\.\.3 asked for"),
     ],

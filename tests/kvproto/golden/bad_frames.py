@@ -49,6 +49,11 @@ _COMMIT_FIELDS = {
 }
 
 
+_QUEUE_PAIR = {"gid": "::ffff:192.0.2.7", "qp_num": 17, "psn": 5, "mtu_nbytes": 1024}
+_OFFER = {"carrier": "rdma", "nonce": bytes(32), "queue_pairs": [_QUEUE_PAIR]}
+_PROBE = {"sequence_id": "s", "generation": 7, "num_tokens": 2, "carrier": "rdma"}
+
+
 class BadFrame(NamedTuple):
     """One frame, and how it is refused. ``state``: of the connection that reads it."""
 
@@ -178,10 +183,40 @@ def _of_field(order: ByteOrder) -> Iterator[BadFrame]:
         fields = msgpack.packb(_COMMIT_FIELDS | {"digests": digests})
         frame = raw_frame(order, fields, kind=Kind.COMMIT)
         yield BadFrame(f"packed_{name}", _MALFORMED, frame, "digests")
+    yield from _of_rdma_field(order)
     fields = msgpack.packb(_STARTED | {"!must": 1})
     yield BadFrame(
         "critical_field", _MALFORMED, raw_frame(order, fields, kind=Kind.STARTED), "!must"
     )
+
+
+def _of_rdma_field(order: ByteOrder) -> Iterator[BadFrame]:
+    """Found in what an owner and a writer say of their queue pairs and keys."""
+    pairs: dict[str, Any] = {
+        "psn_above_limit": {"psn": 1 << 24},
+        "qp_num_above_limit": {"qp_num": 1 << 24},
+        "mtu_below_limit": {"mtu_nbytes": 255},
+        "mtu_above_limit": {"mtu_nbytes": 4097},
+        "gid_above_limit": {"gid": "0" * 40},
+        "gid_raw": {"gid": bytes(16)},
+    }
+    for name, change in pairs.items():
+        fields = _OFFER | {"queue_pairs": [_QUEUE_PAIR, _QUEUE_PAIR | change]}
+        frame = raw_frame(order, msgpack.packb(fields), kind=Kind.OFFER)
+        yield BadFrame(f"queue_pair_{name}", _MALFORMED, frame, "queue_pairs")
+    offers: dict[str, Any] = {
+        "queue_pairs_above_limit": {"queue_pairs": [_QUEUE_PAIR] * 17},
+        "queue_pairs_map": {"queue_pairs": _QUEUE_PAIR},
+        "byte_order_above_limit": {"byte_order": 3},
+        "key_above_limit": {"key": 1 << 32},
+    }
+    for name, change in offers.items():
+        (field,) = change
+        frame = raw_frame(order, msgpack.packb(_OFFER | change), kind=Kind.OFFER)
+        yield BadFrame(f"offer_{name}", _MALFORMED, frame, field)
+    for name, keys in (("array", [1]), ("cut", bytes(5)), ("above_limit", bytes(17 * 4))):
+        frame = raw_frame(order, msgpack.packb(_PROBE | {"keys": keys}), kind=Kind.PROBE)
+        yield BadFrame(f"keys_{name}", _MALFORMED, frame, "keys")
 
 
 def _of_connection(order: ByteOrder) -> Iterator[BadFrame]:

@@ -37,6 +37,7 @@ from kvproto.messages import (
     Prefill,
     PrefillWorker,
     Probe,
+    QueuePairFacts,
     RegionRecord,
     Register,
     Registered,
@@ -53,7 +54,7 @@ from tests.kvproto.golden.plain import plain
 from tests.kvproto.golden.raw_frame import PREFIX
 
 FOLDER = Path(__file__).parent
-_U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
+_U24, _U32, _U64 = (1 << 24) - 1, (1 << 32) - 1, (1 << 64) - 1
 _NONCE = bytes(range(32))
 _FACTS: dict[str, str | int] = {"dtype": "float32", "num_layers": 2}
 _PATTERN = [1.0, -2.0, 0.5, 4.0, 5.0, 6.0, 7.0, 8.0]
@@ -112,6 +113,15 @@ MESSAGES: dict[str, Message] = {
         is_unchecked=True,
         heartbeat_s=0.5,
     ),
+    "prefill_rdma": Prefill(
+        "seq-1",
+        7,
+        tokens=[0, 1],
+        timeout_s=2.5,
+        carrier="rdma",
+        block_table=[3],
+        keys=[0x01020304, _U32],
+    ),
     "started": Started("seq-1", 7, 0.25),
     "write": _WRITE,
     "write_unchecked": _WRITE,
@@ -132,8 +142,25 @@ MESSAGES: dict[str, Message] = {
     "placed": Placed("seq-1", 7, "layers.1", 16, 2),
     "heartbeat": Heartbeat("seq-1", 7),
     "offer": Offer("mapped", _NONCE),
+    "offer_rdma": Offer(
+        "rdma",
+        _NONCE,
+        queue_pairs=[
+            QueuePairFacts("::ffff:192.0.2.7", 17, _U24, 4096),
+            QueuePairFacts("2001:db8:1234:5678:9abc:def0:1234:5678", _U24, 0, 256),
+        ],
+        byte_order=2,
+        num_blocks=512,
+        block_size=16,
+        base=_U64,
+        key=_U32,
+    ),
     "attached": Attached("mapped", _NONCE, "no owner listens as d-1.sock"),
+    "attached_rdma": Attached(
+        "rdma", _NONCE, queue_pairs=[QueuePairFacts("fe80::1", 18, 1, 1024)], byte_order=1
+    ),
     "probe": Probe("probe-1", 8, 32, "mapped", [5, 4]),
+    "probe_rdma": Probe("probe-1", 8, 32, "rdma", [5, 4], [1, _U32]),
     "generate": Generate(
         sequence_id="seq-1",
         tokens=[1, 2, 3],
