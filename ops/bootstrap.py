@@ -162,7 +162,9 @@ def make_venv(venv: Path, log: Path) -> None:
 def is_working(python: Path) -> bool:
     """True if ``python`` is of this version and has pip."""
     check = "import pip, sys; print(sys.version_info[:2])"
-    result = subprocess.run([str(python), "-c", check], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [str(python), "-c", check], capture_output=True, encoding="utf-8", check=False
+    )
     return result.returncode == 0 and result.stdout.strip() == str(sys.version_info[:2])
 
 

@@ -9,6 +9,7 @@ from ops.chat import chat_command
 from ops.demo import demo_command
 from ops.kv import kv_group
 from ops.model_cache import default_model_dir, fetch_model
+from ops.node_command import node_group
 from ops.start import start_command
 from ops.status import status_command
 from ops.up import report, up_command
@@ -18,8 +19,12 @@ from svckit.lifecycle import EXIT_SERVICE_ERROR
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def pdctl() -> None:
+@click.pass_context
+def pdctl(context: click.Context) -> None:
     """Run and look at a serving system with separate prefill and decode workers."""
+    # What finds and mends a wrong encoding has to run in it.
+    if context.invoked_subcommand != node_group.name:
+        check_encoding()
 
 
 @pdctl.group("model")
@@ -37,6 +42,7 @@ for _command in (
     chat_command,
     demo_command,
     kv_group,
+    node_group,
     start_command,
     status_command,
     up_command,
@@ -47,7 +53,6 @@ for _command in (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``pdctl``; a ServiceError is one sentence and exit code 1."""
     try:
-        check_encoding()
         pdctl.main(arguments, prog_name="pdctl")
     except ServiceError as exc:
         click.echo(str(exc), err=True)

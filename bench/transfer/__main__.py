@@ -159,7 +159,9 @@ def machine() -> dict[str, Any]:
         "num_cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
+        "huge_pages": huge_pages.read_text(encoding="utf-8").strip()
+        if huge_pages.exists()
+        else "unknown",
         "load_1m": os.getloadavg()[0],
     }
 

@@ -1,0 +1,1 @@
+"""One concern a file: facts in, findings and wanted changes out."""
