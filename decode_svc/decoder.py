@@ -181,6 +181,9 @@ class Decoder:
     def _observe(self, num_running: int) -> None:
         self._metrics.running.set(num_running)
         self._metrics.waiting.set(len(self._sequences) - num_running)
+        self._metrics.fetching.set(
+            sum(s.state is SequenceState.FETCHING for s in self._sequences.values())
+        )
         self._metrics.free_blocks.set(self._blocks.num_free_blocks)
 
     def _reap(self) -> None:

@@ -52,4 +52,7 @@ class DecodeMetrics:
         )
         self.running = make.gauge("running_sequences", "Sequences that take part in steps.")
         self.waiting = make.gauge("waiting_sequences", "Sequences without KV yet.")
+        self.fetching = make.gauge(
+            "fetching_sequences", "Sequences, of those waiting, whose KV a prefill worker makes."
+        )
         self.free_blocks = make.gauge("free_blocks", "KV blocks that nobody holds.")

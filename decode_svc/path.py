@@ -164,7 +164,9 @@ class PathChooser:
     ) -> None:
         passed_over[carrier] = reason
         self._metrics.path_fallbacks.labels(carrier=carrier).inc()
-        self._log.warning("carrier is not used", peer=peer.name, carrier=carrier, reason=reason)
+        # That two hosts share no memory is nothing to worry about.
+        log = self._log.warning if carrier == RDMA else self._log.info
+        log("carrier is not used", peer=peer.name, carrier=carrier, reason=reason)
 
     async def _proven(self, peer: Link, host: CarrierHost) -> Path:
         """The path by one carrier. CarrierUnavailable, ProbeFailed: nothing is left of it."""

@@ -39,6 +39,7 @@ from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
 from svckit.tls import TlsContexts, load_tls
+from svckit.version import program_version
 
 
 async def serve(config: DecodeConfig, lifecycle: Lifecycle) -> None:
@@ -134,11 +135,17 @@ async def _serve(
         metrics.registry,
         lifecycle,
         lambda: {
+            "role": "decode",
+            "instance_id": config.instance_id,
+            "version": program_version(),
+            "facts": engine.facts.facts(),
+            "carriers": list(identity.carriers),
+            "kv_carrier": config.kv_carrier,
             **decoder.stats(),
             "has_row_copies": engine.has_row_copies,
             "leases": leases.stats(),
             "is_over_quarantine_budget": leases.is_over_budget,
-            "carriers": {host.carrier: host.stats() for host in hosts},
+            "offers": {host.carrier: host.stats() for host in hosts},
             "routers": server.stats(),
             "clients": senders.stats(),
             "prefill_workers": peers.stats(),

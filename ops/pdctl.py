@@ -7,6 +7,7 @@ import click
 
 from ops.chat import chat_command
 from ops.demo import demo_command
+from ops.doctor import doctor_command
 from ops.kv import kv_group
 from ops.model_cache import default_model_dir, fetch_model
 from ops.node_command import node_group
@@ -23,7 +24,7 @@ from svckit.lifecycle import EXIT_SERVICE_ERROR
 def pdctl(context: click.Context) -> None:
     """Run and look at a serving system with separate prefill and decode workers."""
     # What finds and mends a wrong encoding has to run in it.
-    if context.invoked_subcommand != node_group.name:
+    if context.invoked_subcommand not in (doctor_command.name, node_group.name):
         check_encoding()
 
 
@@ -41,6 +42,7 @@ def fetch_command() -> None:
 for _command in (
     chat_command,
     demo_command,
+    doctor_command,
     kv_group,
     node_group,
     start_command,

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import structlog
 
@@ -52,6 +53,10 @@ class Prefiller:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._log = structlog.get_logger("prefill")
         self.is_draining = False
+        metrics.waiting.set_function(partial(self._num_jobs, _is_unbegun))
+        metrics.running.set_function(partial(self._num_jobs, _is_half_computed))
+        metrics.pushing.set_function(partial(self._num_jobs, _is_leaving))
+        metrics.free_blocks.set_function(lambda: self._blocks.num_free_blocks)
 
     # ---- what the server calls
 
@@ -144,6 +149,9 @@ class Prefiller:
             "blocks": self._blocks.stats(),
             "decode_workers": {p.peer.name: p.stats() for p in self._pushers.values()},
         }
+
+    def _num_jobs(self, is_counted: Callable[[Job], bool]) -> int:
+        return sum(is_counted(job) for job in self._jobs.values())
 
     async def wait_idle(self) -> None:
         """Return when no prompt is left."""
@@ -309,6 +317,18 @@ class Prefiller:
     def wake(self) -> None:
         """A stalled connection has caught up."""
         self._wake.set()
+
+
+def _is_unbegun(job: Job) -> bool:
+    return not job.is_over and not job.started_at
+
+
+def _is_half_computed(job: Job) -> bool:
+    return job.state is JobState.COMPUTING and job.started_at > 0
+
+
+def _is_leaving(job: Job) -> bool:
+    return job.state in (JobState.PUSHING, JobState.COMMITTED)
 
 
 def _instance(peer: Link) -> tuple[str, str]:

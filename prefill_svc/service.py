@@ -27,6 +27,7 @@ from svckit.admin import AdminServer
 from svckit.errors import DrainDeadlineError, ServiceError
 from svckit.lifecycle import Lifecycle, Step
 from svckit.tls import TlsContexts, load_tls
+from svckit.version import program_version
 
 # The largest payload a peer accepts, less room for the descriptor.
 _MAX_BODY_NBYTES = DEFAULT_MAX_PAYLOAD_NBYTES - 4096
@@ -84,7 +85,15 @@ async def _serve(
         config.admin_port,
         metrics.registry,
         lifecycle,
-        lambda: {**prefiller.stats(), "rdma": rdma.stats()},
+        lambda: {
+            "role": "prefill",
+            "instance_id": config.instance_id,
+            "version": program_version(),
+            "facts": engine.facts.facts(),
+            "carriers": list(identity.carriers),
+            **prefiller.stats(),
+            "rdma": rdma.stats(),
+        },
     )
     registration = Register(
         role="prefill",

@@ -122,6 +122,7 @@ class WorkerRegistry:
                 "role": view.role,
                 "address": f"{view.host}:{view.port}",
                 "model": entry.registration.model,
+                "facts": dict(entry.registration.facts),
                 "state": _state(view),
                 "age_s": round(now - entry.registered_at, 3),
                 "last_renewed_s": round(view.age_s, 3),

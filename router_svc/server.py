@@ -27,6 +27,7 @@ from svckit.admin import port_sentence
 from svckit.errors import ServiceError
 from svckit.lifecycle import Lifecycle
 from svckit.metrics import METRICS_CONTENT_TYPE
+from svckit.version import program_version
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -175,6 +176,7 @@ class RouterServer:
         body: dict[str, Any] = {"state": self._lifecycle.state.value}
         if self._has_key(request):
             body |= {
+                "version": program_version(),
                 "model": self._model.name,
                 "is_ready": self._is_ready(),
                 "num_requests_in_flight": self._admission.num_in_flight,

@@ -8,7 +8,15 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _REFERENCE = re.compile(r"`((?:[a-z_]+/)+[A-Za-z_.]+\.[a-z]+)(?::([A-Za-z_]\w*))?`")
-_PAGES = ["README.md", "docs/architecture.md", "docs/metrics.md", "docs/clients.md", "docs/rdma.md"]
+_PAGES = [
+    "README.md",
+    "docs/architecture.md",
+    "docs/metrics.md",
+    "docs/clients.md",
+    "docs/doctor.md",
+    "docs/operations.md",
+    "docs/rdma.md",
+]
 
 
 def _names_in(path: Path) -> set[str]:

@@ -253,20 +253,27 @@ class Link:
 
 
 class FaultProxy:
-    """Listens on ``port`` and passes every connection on to ``target_port`` of this host.
+    """Listens on ``port`` of 127.0.0.1 and passes every connection on to a port of this host.
 
     An async context manager; its end resets what is still connected and leaves no task behind.
 
     Args:
         target_port: where to connect for each accepted connection.
+        target_host: the same; a loopback address.
         to_target: faults of the direction from the dialling side, for new connections.
         to_source: faults of the direction back to it, for new connections.
     """
 
     def __init__(
-        self, target_port: int, *, to_target: Faults | None = None, to_source: Faults | None = None
+        self,
+        target_port: int,
+        *,
+        target_host: str = "127.0.0.1",
+        to_target: Faults | None = None,
+        to_source: Faults | None = None,
     ) -> None:
         self.target_port = target_port
+        self.target_host = target_host
         self.to_target = to_target or Faults()
         self.to_source = to_source or Faults()
         self.port = 0
@@ -304,7 +311,7 @@ class FaultProxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there = await asyncio.open_connection("127.0.0.1", self.target_port)
+            there = await asyncio.open_connection(self.target_host, self.target_port)
         except OSError:
             writer.transport.abort()
             return

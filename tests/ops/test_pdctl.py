@@ -11,11 +11,11 @@ from ops.pdctl import main, pdctl
 
 def test_verbs() -> None:
     assert sorted(pdctl.commands) == [
-        *("chat", "demo", "kv", "model", "node", "start", "status", "up")
+        *("chat", "demo", "doctor", "kv", "model", "node", "start", "status", "up")
     ]
 
 
-@pytest.mark.parametrize("verb", ["chat", "demo", "kv", "model", "node", "status", "up"])
+@pytest.mark.parametrize("verb", ["chat", "demo", "doctor", "kv", "model", "node", "status", "up"])
 def test_each_verb_explains_itself(verb: str) -> None:
     result = CliRunner().invoke(pdctl, [verb, "--help"])
     assert result.exit_code == 0

@@ -211,6 +211,30 @@ async def test_one_decode_worker_leaves_room_for_others(start_worker: Any) -> No
         await worker.assert_nothing_is_left()
 
 
+async def test_gauges_tell_where_prompts_are(start_worker: Any) -> None:
+    async with start_worker(max_step_prompts=1, max_step_tokens=1) as worker:
+        decode = await worker.connect()
+        await decode.ask("a", _prompt(1, 100), 1, timeout_s=50)
+        await decode.ask("b", _prompt(2, 10), 2, timeout_s=50)
+
+        def gauges() -> list[float]:
+            names = ("waiting_prompts", "running_prompts", "pushing_prompts")
+            registry = worker.metrics.registry
+            return [registry.get_sample_value(f"pd_prefill_{name}") for name in names]
+
+        async with asyncio.timeout(30):
+            while gauges() != [1, 1, 0]:
+                await asyncio.sleep(0)
+        first = await decode.receive(Commit)
+        assert gauges()[2] >= 1  # computed, and not acknowledged
+        await decode.peer.send(CommitAck(first.sequence_id, first.generation))
+        await decode.commit()
+        await worker.assert_nothing_is_left()
+        assert gauges() == [0, 0, 0]
+        free = worker.metrics.registry.get_sample_value("pd_prefill_free_blocks")
+        assert free == worker.prefiller.stats()["blocks"]["free"]
+
+
 async def test_a_full_table_and_a_draining_worker_refuse(start_worker: Any) -> None:
     async with start_worker(max_prompts=1, max_step_tokens=1) as worker:
         decode = await worker.connect()

@@ -44,7 +44,7 @@ async def test_tokens_are_those_of_one_process_and_kv_came_by_rdma(
     [path] = cluster.health("decode-0")["prefill_workers"].values()
     assert path["carrier"] == "rdma"
     assert path["bandwidth_bytes_per_s"] > 0
-    assert cluster.health("decode-0")["carriers"]["rdma"]["device"] == "rxe1:1"
+    assert cluster.health("decode-0")["offers"]["rdma"]["device"] == "rxe1:1"
     await cluster.wait_idle()
 
     # The cable is pulled: the next handoff fails on RDMA and arrives all the same, by TCP.

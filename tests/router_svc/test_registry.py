@@ -102,6 +102,7 @@ def test_view_before_and_after_the_first_renew(registry: WorkerRegistry, clock: 
     assert view.num_assigned_tokens == 0
     health = registry.health()[0]
     assert (health["age_s"], health["last_renewed_s"]) == (2.5, 0.5)
+    assert health["facts"] == DECODE.facts
 
 
 def test_draining(registry: WorkerRegistry) -> None:

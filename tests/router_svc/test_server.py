@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from svckit.lifecycle import Step
+from svckit.version import program_version
 
 WAIT_S = 10.0
 JSON = {"Content-Type": "application/json"}
@@ -166,7 +167,9 @@ async def test_api_key_opens(
     async with session.get(f"{router.url}/healthz") as response:
         assert await response.json() == {"state": "serving"}
     async with session.get(f"{router.url}/healthz", headers=headers) as response:
-        assert len((await response.json())["workers"]) == 1
+        health = await response.json()
+        assert len(health["workers"]) == 1
+        assert health["version"] == program_version()
 
 
 async def test_headers_choose_nothing(

@@ -1,0 +1,1 @@
+"""What is wrong with the running services, and what slows them down."""
