@@ -92,8 +92,8 @@ class Bench:
 
     async def transfer(
         self, carrier: str, nbytes: int, write_nbytes: int, is_checked: bool
-    ) -> float:
-        """Seconds from the first write to COMMIT_ACK of one transfer."""
+    ) -> tuple[float, float]:
+        """Seconds from the first write until all are acknowledged, and until COMMIT_ACK."""
         num_tokens = nbytes // TOKEN_NBYTES
         wish = {
             "num_tokens": num_tokens,
@@ -126,6 +126,7 @@ class Bench:
             buffers = [self.memory[start : start + size], self.memory[half + start :][:size]]
             await writer.write(name, generation, 0, first, count, buffers, digests)
         await writer.flush()
+        flushed_s = time.monotonic() - began_at
         values = [] if digests is None else digests.values()
         await self.peer.send(Commit(name, generation, num_tokens, nbytes, values, 0.0, 0.0, 0.0))
         answer = await self.inbox.get()
@@ -133,7 +134,7 @@ class Bench:
         assert isinstance(answer, CommitAck), answer
         if carrier == "rdma":
             self.rdma.end(name, generation)
-        return elapsed_s
+        return flushed_s, elapsed_s
 
 
 def busy_s() -> float:
@@ -178,13 +179,14 @@ async def rounds(options: argparse.Namespace) -> None:
     """Run and print."""
     bench = Bench(options)
     await bench.start()
-    ways: dict[str, Callable[[int], Coroutine[Any, Any, float]]] = {
+    ways: dict[str, Callable[[int], Coroutine[Any, Any, tuple[float, float]]]] = {
         "rdma": lambda size: bench.transfer("rdma", TRANSFER_NBYTES, size, is_checked=False),
         "rdma checked": lambda size: bench.transfer("rdma", TRANSFER_NBYTES, size, is_checked=True),
         "tcp": lambda size: bench.transfer("tcp", TRANSFER_NBYTES, size, is_checked=False),
     }
     speeds: dict[tuple[str, int], list[float]] = {}
     ratios: dict[tuple[str, int], list[float]] = {}
+    committed: dict[tuple[str, int], list[float]] = {}
     cpu: dict[tuple[str, int], list[float]] = {}
     for number in range(options.rounds):
         for size in options.sizes:
@@ -192,25 +194,29 @@ async def rounds(options: argparse.Namespace) -> None:
             speeds.setdefault(("ib_write_bw", size), []).append(best)
             for name, way in ways.items():
                 before = busy_s()
-                elapsed_s = await way(size)
+                flushed_s, elapsed_s = await way(size)
                 cpu.setdefault((name, size), []).append((busy_s() - before) / TRANSFER_NBYTES)
-                speed = TRANSFER_NBYTES / elapsed_s
-                speeds.setdefault((name, size), []).append(speed)
-                ratios.setdefault((name, size), []).append(speed / best)
+                speeds.setdefault((name, size), []).append(TRANSFER_NBYTES / flushed_s)
+                ratios.setdefault((name, size), []).append(TRANSFER_NBYTES / flushed_s / best)
+                committed.setdefault((name, size), []).append(TRANSFER_NBYTES / elapsed_s / best)
             print(f"round {number + 1}/{options.rounds}, {size >> 10} KiB done", file=sys.stderr)
     block_nbytes = TOKEN_NBYTES * BLOCK_SIZE
     fixed = [
-        await bench.transfer("rdma", block_nbytes, block_nbytes, is_checked=True) for _ in range(20)
+        (await bench.transfer("rdma", block_nbytes, block_nbytes, is_checked=True))[1]
+        for _ in range(20)
     ]
     fixed_tcp = [
-        await bench.transfer("tcp", block_nbytes, block_nbytes, is_checked=True) for _ in range(20)
+        (await bench.transfer("tcp", block_nbytes, block_nbytes, is_checked=True))[1]
+        for _ in range(20)
     ]
-    print(f"{'write size':>12}" + "".join(f"{name:>22}" for name in ("ib_write_bw", *ways)))
+    print("bandwidth; ratio to ib_write_bw until all is acknowledged, and until COMMIT_ACK")
+    print(f"{'write size':>12}" + "".join(f"{name:>25}" for name in ("ib_write_bw", *ways)))
     for size in options.sizes:
-        cells = [f"{statistics.median(speeds['ib_write_bw', size]) / 1e6:>16.0f} MB/s "]
+        cells = [f"{statistics.median(speeds['ib_write_bw', size]) / 1e6:>19.0f} MB/s "]
         cells += [
             f"{statistics.median(speeds[name, size]) / 1e6:>9.0f} MB/s "
-            f"{statistics.median(ratios[name, size]):>6.2f}"
+            f"{statistics.median(ratios[name, size]):>5.2f} "
+            f"{statistics.median(committed[name, size]):>4.2f}"
             for name in ways
         ]
         print(f"{size >> 10:>8} KiB" + "".join(cells))
