@@ -28,19 +28,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from kvproto.blocks import BlockPool
-from kvproto.carrier import KvWriter
+from kvproto.carrier import Attachment, CarrierHost, KvWriter, PlacingWriter
 from kvproto.digest import RegionDigests
 from kvproto.errors import (
     ConnectionLost,
     DeadlineExceeded,
     KvProtoError,
     LeaseError,
+    LocalProtocolError,
     PeerError,
 )
 from kvproto.geometry import KvGeometry, PoolLayout
 from kvproto.handshake import Identity
 from kvproto.lease import LeaseTable
-from kvproto.messages import Abort, AbortAck, Commit, CommitAck, Error, Message
+from kvproto.messages import Abort, AbortAck, Attached, Commit, CommitAck, Error, Message
 from kvproto.tcp import Peer, Server, TcpWriter, connect, serve
 from tests.kvproto.fault_proxy import FaultProxy, Faults, Link
 
@@ -256,6 +257,45 @@ class Receiver:
         self.memory.close()
 
 
+class PlacingReceiver(Receiver):
+    """Grants for a carrier that writes into the pool itself.
+
+    Proof is ABORT_ACK, or that the writer's attachment is gone.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.host: CarrierHost | None = None
+        self.attachments: dict[str, Attachment] = {}
+        self.acknowledged: set[int] = set()
+
+    def grant(self, num_tokens: int, *, writer: str = "p", expected: Kv | None = None) -> Grant:
+        grant_tcp = self.leases.grant
+        self.leases.grant = lambda *args, **how: grant_tcp(*args, **how, is_placed=True)
+        try:
+            return super().grant(num_tokens, writer=writer, expected=expected)
+        finally:
+            self.leases.grant = grant_tcp
+
+    def is_proven(self, grant: Grant) -> bool:
+        attachment = self.attachments.get(grant.writer)
+        is_gone = attachment is None or attachment.is_gone
+        return is_gone or grant.generation in self.acknowledged
+
+    def release(self, grant: Grant) -> None:
+        if not self.is_proven(grant):
+            raise LocalProtocolError("the writer reaches the blocks and did not let go")
+        super().release(grant)
+
+    async def _received(self, peer: Peer, message: Message) -> None:
+        if isinstance(message, Attached):
+            self.host.attached(peer, message)
+            return
+        if isinstance(message, AbortAck):
+            self.acknowledged.add(message.generation)
+        await super()._received(peer, message)
+
+
 class Sender:
     """One writer's connection: control messages for each sequence, and the end of it all.
 
@@ -306,6 +346,65 @@ class Sender:
         self.peer.abort("dropped by the test")
         async with asyncio.timeout(WAIT_S):
             await self._reading
+
+
+class PlacingSender(Sender):
+    """A sender that is attached. It ends a transfer when ABORT comes, as a worker does.
+
+    Attributes:
+        placing: writes into the receiver's memory.
+        held: what holds a slow write up; ``held.go_on.set()`` ends that.
+    """
+
+    instance_id = ""
+    placing: PlacingWriter | None = None
+    held: Any = None
+
+    async def answer(self, sequence_id: str) -> Message:
+        try:
+            message = await super().answer(sequence_id)
+        except ConnectionLost:
+            await self._detach()
+            raise
+        if isinstance(message, Abort) and self.placing is not None:
+            self.placing.end(message.sequence_id, message.generation)
+        return message
+
+    async def ended(self) -> ConnectionLost:
+        """A worker lets go of the memory when its connection ends."""
+        error = await super().ended()
+        await self._detach()
+        return error
+
+    async def close(self) -> None:
+        await super().close()
+        await self._detach()
+
+    async def drop(self) -> None:
+        await super().drop()
+        await self._detach()
+
+    async def _detach(self) -> None:
+        if self.held is not None:
+            self.held.go_on.set()
+        if self.placing is not None:
+            await self.placing.close()
+
+
+class Damage:
+    """Flips one bit of the bytes that pass, ``nbytes`` from now."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left_nbytes = nbytes
+
+    def of(self, source: memoryview) -> memoryview:
+        """What becomes of the next bytes."""
+        if 0 <= self._left_nbytes < source.nbytes:
+            damaged = bytearray(source)
+            damaged[self._left_nbytes] ^= 1
+            source = memoryview(damaged)
+        self._left_nbytes -= source.nbytes
+        return source
 
 
 async def write_all(writer: KvWriter, grant: Grant, kv: Kv, chunk_tokens: int) -> None:

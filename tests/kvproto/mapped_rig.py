@@ -20,17 +20,18 @@ from kvproto.errors import CarrierUnavailable, ConnectionLost, KvProtoError, Loc
 from kvproto.geometry import KvGeometry, PoolLayout
 from kvproto.mapped import MappedWriter, answer_offer
 from kvproto.mapped_host import Attachment, MappedHost
-from kvproto.messages import Abort, AbortAck, Attached, Message, Offer
+from kvproto.messages import Offer
 from kvproto.region import Region
-from kvproto.tcp import Peer
 from tests.kvproto.carrier_contract import (
     LARGE,
     ROOT,
     SMALL,
     WAIT_S,
+    Damage,
     Grant,
     Kv,
-    Receiver,
+    PlacingReceiver,
+    PlacingSender,
     Sender,
     SlowWrite,
     TcpRig,
@@ -55,48 +56,19 @@ class RegionMemory:
             raise BufferError("somebody still holds a view of the region")
 
 
-class MappedReceiver(Receiver):
+class MappedReceiver(PlacingReceiver):
     """Grants for the mapped carrier; proof is ABORT_ACK or the end of an attachment."""
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, block_size: int) -> None:
         self.region = Region.create(PoolLayout(geometry, num_blocks, block_size), "d")
         super().__init__(self.region.pool, geometry, num_blocks, block_size)
         self.memory = RegionMemory(self.region)
-        self.host: MappedHost | None = None
-        self.attachments: dict[str, Attachment] = {}
-        self.acknowledged: set[int] = set()
-
-    def grant(self, num_tokens: int, *, writer: str = "p", expected: Kv | None = None) -> Grant:
-        grant_tcp = self.leases.grant
-        self.leases.grant = lambda *args, **how: grant_tcp(*args, **how, is_placed=True)
-        try:
-            return super().grant(num_tokens, writer=writer, expected=expected)
-        finally:
-            self.leases.grant = grant_tcp
-
-    def is_proven(self, grant: Grant) -> bool:
-        attachment = self.attachments.get(grant.writer)
-        is_gone = attachment is None or attachment.is_gone
-        return is_gone or grant.generation in self.acknowledged
-
-    def release(self, grant: Grant) -> None:
-        if not self.is_proven(grant):
-            raise LocalProtocolError("the writer has mapped the blocks and did not let go")
-        super().release(grant)
 
     def writer_ended(self, name: str, error: KvProtoError) -> None:
         super().writer_ended(name, error)
         for grant in self.grants.values():
             if grant.writer == name and not grant.released.is_set() and self.is_proven(grant):
                 self.release(grant)
-
-    async def _received(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Attached):
-            self.host.attached(peer, message)
-            return
-        if isinstance(message, AbortAck):
-            self.acknowledged.add(message.generation)
-        await super()._received(peer, message)
 
     async def attach(self, name: str, tasks: set["asyncio.Task[None]"]) -> None:
         """Offer the region to a writer that has connected."""
@@ -133,53 +105,16 @@ class DamagingRegion:
 
     def __init__(self, region: Any, nbytes: int) -> None:
         self._region = region
-        self._left_nbytes = nbytes
+        self._damage = Damage(nbytes)
 
     def put(self, offset: int, source: memoryview) -> None:
-        if 0 <= self._left_nbytes < source.nbytes:
-            damaged = bytearray(source)
-            damaged[self._left_nbytes] ^= 1
-            source = memoryview(damaged)
-        self._left_nbytes -= source.nbytes
-        self._region.put(offset, source)
+        self._region.put(offset, self._damage.of(source))
 
 
-class MappedSender(Sender):
-    """A sender that is attached. It ends a transfer when ABORT comes, as a worker does."""
+class MappedSender(PlacingSender):
+    """A sender that has the region mapped."""
 
-    instance_id = ""
-    mapped: MappedWriter | None = None
-    held: HeldRegion | None = None
-
-    async def answer(self, sequence_id: str) -> Message:
-        try:
-            message = await super().answer(sequence_id)
-        except ConnectionLost:
-            await self._detach()
-            raise
-        if isinstance(message, Abort) and self.mapped is not None:
-            self.mapped.end(message.sequence_id, message.generation)
-        return message
-
-    async def ended(self) -> ConnectionLost:
-        """A worker lets go of the memory when its connection ends."""
-        error = await super().ended()
-        await self._detach()
-        return error
-
-    async def close(self) -> None:
-        await super().close()
-        await self._detach()
-
-    async def drop(self) -> None:
-        await super().drop()
-        await self._detach()
-
-    async def _detach(self) -> None:
-        if self.held is not None:
-            self.held.go_on.set()
-        if self.mapped is not None:
-            await self.mapped.close()
+    placing: MappedWriter | None
 
 
 @dataclass
@@ -206,7 +141,7 @@ class MappedSlowWrite(SlowWrite):
         self.held.go_on.set()
         with contextlib.suppress(ConnectionLost):
             async with asyncio.timeout(WAIT_S):
-                await self.sender.mapped.flush()
+                await self.sender.placing.flush()
 
 
 @dataclass
@@ -277,7 +212,9 @@ class MappedRig(TcpRig):
             )
             if attachment is None:
                 raise CarrierUnavailable("the offer was damaged on its way")
-            plain.mapped = MappedWriter(plain.peer, attachment, thread_min_nbytes=THREAD_MIN_NBYTES)
+            plain.placing = MappedWriter(
+                plain.peer, attachment, thread_min_nbytes=THREAD_MIN_NBYTES
+            )
             async with asyncio.timeout(WAIT_S):
                 await attaching
         except (KvProtoError, TimeoutError) as exc:
@@ -296,22 +233,22 @@ class MappedRig(TcpRig):
         # PREFILL goes to the writer that the lease names, and only while the lease is open.
         if sender.instance_id == grant.writer and not grant.outcome.done():
             with contextlib.suppress(KvProtoError):  # begun already
-                sender.mapped.begin(
+                sender.placing.begin(
                     grant.sequence_id, grant.generation, grant.block_table, grant.num_tokens
                 )
-        return sender.mapped
+        return sender.placing
 
     def damage_kv(self, sender: Sender, nbytes: int) -> None:
         assert isinstance(sender, MappedSender)
-        assert sender.mapped is not None
-        region: Any = sender.mapped._region
-        sender.mapped._region = DamagingRegion(region, nbytes)  # type: ignore[assignment]
+        assert sender.placing is not None
+        region: Any = sender.placing._region
+        sender.placing._region = DamagingRegion(region, nbytes)  # type: ignore[assignment]
 
     async def slow_write(self, sender: Sender, grant: Grant, kv: Kv, layer: int) -> SlowWrite:
         assert isinstance(sender, MappedSender)
         writer = self.writer(sender, grant, kv.geometry)
-        sender.held = held = HeldRegion(sender.mapped._region)
-        sender.mapped._region = held
+        sender.held = held = HeldRegion(sender.placing._region)
+        sender.placing._region = held
         await writer.write(
             grant.sequence_id,
             grant.generation,

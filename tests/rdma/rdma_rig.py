@@ -23,9 +23,9 @@ from kvproto.errors import (
     LocalProtocolError,
 )
 from kvproto.geometry import KvGeometry, PoolLayout
-from kvproto.messages import AbortAck, Attached, Commit, Message, Offer
+from kvproto.messages import AbortAck, Commit, Message, Offer
 from kvproto.rdma.device import Device
-from kvproto.rdma.host import RdmaAttachment, RdmaHost
+from kvproto.rdma.host import RdmaHost
 from kvproto.rdma.ports import choose_port, read_ports
 from kvproto.rdma.posting import RemoteWrite
 from kvproto.rdma.queue_pair import QueuePair
@@ -38,9 +38,11 @@ from tests.kvproto.carrier_contract import (
     ROOT,
     SMALL,
     WAIT_S,
+    Damage,
     Grant,
     Kv,
-    Receiver,
+    PlacingReceiver,
+    PlacingSender,
     Sender,
     SlowWrite,
     TcpRig,
@@ -62,39 +64,18 @@ def open_device(name: str, settings: RdmaSettings = SETTINGS) -> Device:
     return Device.open(load(), chosen, replace(settings, device=name))
 
 
-class RdmaReceiver(Receiver):
+class RdmaReceiver(PlacingReceiver):
     """Grants for RDMA. The end of a writer's connection is proof, since it is cut off then."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.host: RdmaHost | None = None
-        self.attachments: dict[str, RdmaAttachment] = {}
         self.keys: dict[int, list[int]] = {}
-        self.acknowledged: set[int] = set()
-
-    def grant(self, num_tokens: int, *, writer: str = "p", expected: Kv | None = None) -> Grant:
-        grant_tcp = self.leases.grant
-        self.leases.grant = lambda *args, **how: grant_tcp(*args, **how, is_placed=True)
-        try:
-            return super().grant(num_tokens, writer=writer, expected=expected)
-        finally:
-            self.leases.grant = grant_tcp
 
     async def open_keys(self, grant: Grant) -> list[int]:
         """Once for each lease."""
         if grant.generation not in self.keys:
             self.keys[grant.generation] = await self.attachments[grant.writer].open_keys()
         return self.keys[grant.generation]
-
-    def is_proven(self, grant: Grant) -> bool:
-        """The writer promised it, or it has been cut off."""
-        is_gone = grant.writer not in self.attachments
-        return is_gone or grant.generation in self.acknowledged
-
-    def release(self, grant: Grant) -> None:
-        if not self.is_proven(grant):
-            raise LocalProtocolError("the writer is connected and did not let go")
-        super().release(grant)
 
     def writer_ended(self, name: str, error: KvProtoError) -> None:
         attachment = self.attachments.pop(name, None)
@@ -103,11 +84,6 @@ class RdmaReceiver(Receiver):
         super().writer_ended(name, error)
 
     async def _received(self, peer: Peer, message: Message) -> None:
-        if isinstance(message, Attached):
-            self.host.attached(peer, message)
-            return
-        if isinstance(message, AbortAck):
-            self.acknowledged.add(message.generation)
         await super()._received(peer, message)
         if isinstance(message, Commit | AbortAck):
             grant = self.grants[message.generation]
@@ -142,56 +118,19 @@ class DamagingStaging:
 
     def __init__(self, staging: Any, nbytes: int) -> None:
         self._staging = staging
-        self._left_nbytes = nbytes
+        self._damage = Damage(nbytes)
 
     def put(self, source: memoryview) -> Iterator[tuple[int, int]]:
-        if 0 <= self._left_nbytes < source.nbytes:
-            damaged = bytearray(source)
-            damaged[self._left_nbytes] ^= 1
-            source = memoryview(damaged)
-        self._left_nbytes -= source.nbytes
-        return self._staging.put(source)
+        return self._staging.put(self._damage.of(source))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._staging, name)
 
 
-class RdmaSender(Sender):
-    """A sender with a queue pair. It ends a transfer when ABORT comes, as a worker does."""
+class RdmaSender(PlacingSender):
+    """A sender with a queue pair."""
 
-    instance_id = ""
-    rdma: RdmaWriter | None = None
-    held: HeldPair | None = None
-
-    async def answer(self, sequence_id: str) -> Message:
-        try:
-            message = await super().answer(sequence_id)
-        except ConnectionLost:
-            await self._detach()
-            raise
-        if type(message).__name__ == "Abort" and self.rdma is not None:
-            self.rdma.end(message.sequence_id, message.generation)
-        return message
-
-    async def ended(self) -> ConnectionLost:
-        """A worker lets go of the memory when its connection ends."""
-        error = await super().ended()
-        await self._detach()
-        return error
-
-    async def close(self) -> None:
-        await super().close()
-        await self._detach()
-
-    async def drop(self) -> None:
-        await super().drop()
-        await self._detach()
-
-    async def _detach(self) -> None:
-        if self.held is not None:
-            self.held.go_on.set()
-        if self.rdma is not None:
-            await self.rdma.close()
+    placing: RdmaWriter | None
 
 
 @dataclass
@@ -217,13 +156,13 @@ class KeyedWriter:
             raise LocalProtocolError(f"the pool is not of {self.geometry.layer_names}")
         await self._begin()
         with as_connection_lost():
-            await self.sender.rdma.write(
+            await self.sender.placing.write(
                 sequence_id, generation, layer, first_token, num_tokens, buffers, digests
             )
 
     async def flush(self) -> None:
         with as_connection_lost():
-            await self.sender.rdma.flush()
+            await self.sender.placing.flush()
 
     async def _begin(self) -> None:
         grant, receiver = self.grant, self.rig.receiver
@@ -234,7 +173,7 @@ class KeyedWriter:
             return
         keys = await receiver.open_keys(grant)
         with contextlib.suppress(KvProtoError):  # begun already
-            self.sender.rdma.begin(
+            self.sender.placing.begin(
                 grant.sequence_id, grant.generation, grant.block_table, grant.num_tokens, keys=keys
             )
 
@@ -261,7 +200,7 @@ class RdmaSlowWrite(SlowWrite):
         with contextlib.suppress(ConnectionLost, CarrierLost):
             async with asyncio.timeout(WAIT_S):
                 await self.writing
-                await self.sender.rdma.flush()
+                await self.sender.placing.flush()
 
 
 class RdmaRig(TcpRig):
@@ -318,10 +257,10 @@ class RdmaRig(TcpRig):
             offer = await plain.answer("")
             if not isinstance(offer, Offer):  # an ERROR about what came before
                 raise CarrierUnavailable(f"{offer} came in place of an offer")
-            plain.rdma = await answer_offer(
+            plain.placing = await answer_offer(
                 plain.peer, offer, self.receiver.layout.geometry, self._writer_device, ()
             )
-            if plain.rdma is None:
+            if plain.placing is None:
                 raise CarrierUnavailable("the offer was damaged on its way")
             async with asyncio.timeout(WAIT_S):
                 await attaching
@@ -348,12 +287,12 @@ class RdmaRig(TcpRig):
 
     def damage_kv(self, sender: Sender, nbytes: int) -> None:
         assert isinstance(sender, RdmaSender)
-        sender.rdma._staging = DamagingStaging(sender.rdma._staging, nbytes)
+        sender.placing._staging = DamagingStaging(sender.placing._staging, nbytes)
 
     async def slow_write(self, sender: Sender, grant: Grant, kv: Kv, layer: int) -> SlowWrite:
         assert isinstance(sender, RdmaSender)
-        sender.held = held = HeldPair(sender.rdma.queue_pairs[0])
-        sender.rdma.queue_pairs[0] = held
+        sender.held = held = HeldPair(sender.placing.queue_pairs[0])
+        sender.placing.queue_pairs[0] = held
         writing = asyncio.create_task(
             self.writer(sender, grant, kv.geometry).write(
                 grant.sequence_id,

@@ -56,7 +56,7 @@ def rig(run):
 
 async def staged_write(sender: RdmaSender, offset: int, key: int, nbytes: int = 4096) -> None:
     """Write STALE at an offset of the pool with any key; CarrierLost if it is refused."""
-    writer = sender.rdma
+    writer = sender.placing
     staging = writer._staging
     source = memoryview(bytes([STALE]) * nbytes)
     pieces = [(*piece, staging.memory.lkey) for piece in staging.put(source)]
@@ -89,7 +89,7 @@ def test_transfers_are_whole_over_a_wire_that_loses_or_delays(rig, network, impa
         try:
             assert isinstance(await transfer(rig, sender, grant, kv, chunk_tokens=50), CommitAck)
         except ConnectionLost:
-            assert "RDMA over rxe0:1" in str(sender.rdma.error)
+            assert "RDMA over rxe0:1" in str(sender.placing.error)
             await sender.drop()
             await until(grant.released.is_set)
             return False
@@ -247,8 +247,8 @@ def test_a_message_to_a_receiver_without_receive_requests_harms_its_sender_alone
     async def scenario(rig):
         receiver = rig.receiver
         rude, fine = await rig.dial("rude"), await rig.dial("fine")
-        pair = rude.rdma.queue_pairs[0]
-        staging = rude.rdma._staging
+        pair = rude.placing.queue_pairs[0]
+        staging = rude.placing._staging
         verbs = pair._device.verbs
         [(address, nbytes)] = list(staging.put(memoryview(b"hello")))
         piece = verbs.sge(address, nbytes, staging.memory.lkey)
@@ -318,7 +318,7 @@ def test_many_transfers_with_random_aborts_touch_no_block_of_others_and_leave_no
         assert receiver.blocks.num_free_blocks == receiver.blocks.num_blocks
         assert resources() == before
         for sender in senders:
-            assert sender.rdma.stats()["queued_nbytes"] == 0
+            assert sender.placing.stats()["queued_nbytes"] == 0
             await sender.close()
 
     rig(scenario, num_blocks=64)
@@ -523,9 +523,9 @@ def test_several_connections_carry_one_transfer(run, num_queue_pairs):
         kv = Kv(LARGE, 200, seed=6)
         grant = rig.receiver.grant(200, expected=kv)
         sender = await rig.dial()
-        assert len(sender.rdma.queue_pairs) == num_queue_pairs
+        assert len(sender.placing.queue_pairs) == num_queue_pairs
         assert isinstance(await transfer(rig, sender, grant, kv, chunk_tokens=90), CommitAck)
-        assert all(pair._num_posted > 0 for pair in sender.rdma.queue_pairs)
+        assert all(pair._num_posted > 0 for pair in sender.placing.queue_pairs)
         await sender.close()
 
     run(watched(ManyRig, scenario, geometry=LARGE, num_blocks=120))
@@ -539,10 +539,10 @@ def test_registered_memory_is_sent_from_where_it_lies(rig):
             for view in kv.regions.values()
         ]
         sender = await rig.dial()
-        sender.rdma._memory = tuple(memories)
+        sender.placing._memory = tuple(memories)
         grant = rig.receiver.grant(128, expected=kv)
         assert isinstance(await transfer(rig, sender, grant, kv, chunk_tokens=50), CommitAck)
-        assert sender.rdma._staging.position == 0
+        assert sender.placing._staging.position == 0
         await sender.close()
         for memory in memories:
             memory.close()
@@ -563,7 +563,7 @@ def test_staging_memory_smaller_than_a_write_is_used_again(rig, monkeypatch):
         kv = Kv(LARGE, 256, seed=8)
         grant = rig.receiver.grant(256, expected=kv)
         sender = await rig.dial()
-        assert sender.rdma._staging.nbytes == 64 * 1024
+        assert sender.placing._staging.nbytes == 64 * 1024
         assert isinstance(await transfer(rig, sender, grant, kv, chunk_tokens=100), CommitAck)
         await sender.close()
 

@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-NUM_PRIORITIES: Final = 8
-
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)(b|Kb|Mb|)", re.IGNORECASE)
 _FACTOR_OF_UNIT: Final = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20}
 
